@@ -1,0 +1,23 @@
+"""Where tests find public data: ``$SERVING_TWIN_DATA``, else ``../shared/data`` beside the clone."""
+
+import os
+from collections.abc import Callable
+from pathlib import Path
+
+import pytest
+
+ROOT = Path(__file__).resolve().parent.parent
+DATA = Path(os.environ.get("SERVING_TWIN_DATA", ROOT.parent / "shared" / "data"))
+
+
+@pytest.fixture(scope="session")
+def data_file() -> Callable[[str], Path]:
+    """``data_file("azure-llm-2023-conv/X.csv.gz")``: the path, or a skip that says what is absent."""
+
+    def find(relative: str) -> Path:
+        path = DATA / relative
+        if not path.exists():
+            pytest.skip(f"public data {relative} is not under {DATA} (set SERVING_TWIN_DATA)")
+        return path
+
+    return find

@@ -1,0 +1,5 @@
+"""The ``twin`` command."""
+
+
+def main() -> None:
+    """Run the command line."""
