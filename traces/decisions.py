@@ -1,0 +1,175 @@
+"""The decision log: every policy call and its orders, as JSON Lines.
+
+Either engine writes it with ``DecisionLog``; replaying it through fresh policies must give the
+same orders. Arrays are written in full: what a policy is told at one call is small.
+"""
+
+from __future__ import annotations
+
+import gzip
+import io
+import json
+import math
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any, cast
+
+import numpy as np
+
+from traces.errors import TraceError
+
+FORMAT = "serving-twin-decisions"
+VERSION = 1
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Decision:
+    """One policy call: what the policy was told and what it ordered.
+
+    Attributes:
+        n: Number of the call, from 0.
+        now: Seconds since the start of the run.
+        policy: Name of the policy object within the run, e.g. ``routing``.
+        call: Method that was called.
+        args: Keyword -> plain value.
+        orders: Plain value of the answer.
+    """
+
+    n: int
+    now: float
+    policy: str
+    call: str
+    args: Mapping[str, Any]
+    orders: Any
+
+
+@dataclass(slots=True)
+class DecisionLog:
+    """Collects calls of one run, in order, up to ``max_calls``.
+
+    Attributes:
+        policies: Policy object's name -> how to build it afresh (catalog kind, name, seed, ...).
+        max_calls: Later calls are counted, not kept: a prefix of a run replays as well.
+    """
+
+    policies: dict[str, dict[str, Any]] = field(default_factory=dict)
+    max_calls: int = 10_000
+    decisions: list[Decision] = field(default_factory=list)
+    calls_left_out: int = 0
+
+    @property
+    def is_full(self) -> bool:
+        """Whether further calls are only counted."""
+        return len(self.decisions) >= self.max_calls
+
+    def record(
+        self, policy: str, call: str, args: Mapping[str, Any], orders: Any, *, now: float
+    ) -> None:
+        """Keep one call; numpy arrays become lists."""
+        if self.is_full:
+            self.calls_left_out += 1
+            return
+        self.decisions.append(
+            Decision(
+                n=len(self.decisions),
+                now=now,
+                policy=policy,
+                call=call,
+                args={key: plain(value) for key, value in args.items()},
+                orders=plain(orders),
+            )
+        )
+
+    def to_bytes(self) -> bytes:
+        """The log as gzipped JSON Lines; the same log gives the same bytes."""
+        buffer = io.BytesIO()
+        with gzip.GzipFile(fileobj=buffer, mode="wb", mtime=0) as stream:
+            header = {
+                "format": FORMAT,
+                "version": VERSION,
+                "policies": self.policies,
+                "calls_left_out": self.calls_left_out,
+            }
+            stream.write(_line(header))
+            for d in self.decisions:
+                stream.write(
+                    _line(
+                        {
+                            "n": d.n,
+                            "now": d.now,
+                            "policy": d.policy,
+                            "call": d.call,
+                            "args": d.args,
+                            "orders": d.orders,
+                        }
+                    )
+                )
+        return buffer.getvalue()
+
+
+def _line(value: Mapping[str, Any]) -> bytes:
+    return (json.dumps(value, separators=(",", ":"), allow_nan=True) + "\n").encode()
+
+
+def plain(value: Any) -> Any:
+    """Arrays, numpy scalars, tuples and dataclass-like orders as JSON values."""
+    if isinstance(value, np.ndarray):
+        return value.tolist()
+    if isinstance(value, np.generic):
+        return value.item()
+    if isinstance(value, Mapping):
+        return {str(key): plain(entry) for key, entry in value.items()}
+    if isinstance(value, tuple | list):
+        return [plain(entry) for entry in value]
+    if hasattr(value, "__dataclass_fields__"):
+        names = cast(Mapping[str, Any], value.__dataclass_fields__)
+        return {name: plain(getattr(value, name)) for name in names}
+    if isinstance(value, float) and not math.isfinite(value):
+        return repr(value)
+    return value
+
+
+def read_decisions(path: str | Path) -> tuple[dict[str, Any], Iterator[Decision]]:
+    """Header and calls of a log.
+
+    Raises:
+        TraceError: Naming file and line when the log is not one, is of another version, or ends
+            in the middle of a line.
+    """
+    file = Path(path)
+    try:
+        raw = file.read_bytes()
+        text = gzip.decompress(raw) if raw[:2] == b"\x1f\x8b" else raw
+    except (OSError, EOFError) as error:
+        raise TraceError(f"{path}: decision log cannot be read: {error}") from error
+    lines = text.splitlines()
+    header = _parse(path, 1, lines[0] if lines else b"")
+    if header.get("format") != FORMAT:
+        raise TraceError(f"{path}:1: not a decision log (no format {FORMAT!r} in its first line)")
+    if header.get("version") != VERSION:
+        raise TraceError(f"{path}:1: version: must be {VERSION}, found {header.get('version')!r}")
+
+    def decisions() -> Iterator[Decision]:
+        for number, line in enumerate(lines[1:], start=2):
+            entry = _parse(path, number, line)
+            missing = [
+                k for k in ("n", "now", "policy", "call", "args", "orders") if k not in entry
+            ]
+            if missing:
+                raise TraceError(f"{path}:{number}: {', '.join(missing)}: missing")
+            yield Decision(**entry)
+
+    return header, decisions()
+
+
+def _parse(path: str | Path, number: int, line: bytes) -> dict[str, Any]:
+    try:
+        value = json.loads(line)
+    except ValueError:
+        raise TraceError(
+            f"{path}:{number}: not a JSON line (the log seems cut): {line[:60]!r}"
+        ) from None
+    if not isinstance(value, dict):
+        raise TraceError(f"{path}:{number}: must be a JSON object, found {line[:60]!r}")
+    return value
