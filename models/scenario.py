@@ -232,7 +232,9 @@ class Run:
         target_relative_error: Relative standard error of the cycle time asked for by ``auto``.
         start: ``stationary`` slots, or ``cold``: all requests fresh at the first step.
         engine: ``simpy``, ``compiled`` (needs numba), or ``auto``.
-        simulate_r: Ratios to simulate; ``auto``: a spread over 1..r_max and all around the best.
+        simulate_r: Ratios to simulate; ``auto``: a spread over 1..r_max and all around the best;
+            ``chosen``: only the ratio in use.
+        compare_routing: Also simulate the other routing policies at the ratio in use.
         confidence: Level of the intervals.
         horizon_s: End of an open-loop run; None: when the last request is done.
         decision_log_calls: How many policy calls at most are written to the decision log.
@@ -246,7 +248,8 @@ class Run:
     target_relative_error: float = 0.004
     start: Literal["stationary", "cold"] = "stationary"
     engine: Literal["auto", "simpy", "compiled"] = "auto"
-    simulate_r: Sequence[int] | Literal["auto"] = "auto"
+    simulate_r: Sequence[int] | Literal["auto", "chosen"] = "auto"
+    compare_routing: bool = True
     confidence: float = 0.95
     horizon_s: float | None = None
     decision_log_calls: int = 10_000

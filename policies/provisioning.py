@@ -1,0 +1,302 @@
+"""Which A/F ratio and batch size to deploy, and how sure that answer is.
+
+Maximises throughput per unit of price under limits on the time per output token and on KV
+memory. The levels of theory in ``models.attention_ffn`` are the entries of the catalog: the
+paper's mean field, its Gaussian barrier, and the two that also know the skew of the load.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import math
+from dataclasses import dataclass
+
+import numpy as np
+from numpy.typing import NDArray
+
+from models.attention_ffn import LevelPrediction, SlotMoments, predict, slot_moments
+from models.bundle import Bundle
+from traces.lengths import LengthPairs
+
+MAX_AUTO_RATIO = 512
+MAX_AUTO_BATCH = 65_536
+
+
+class InfeasibleError(ValueError):
+    """No ratio and batch size meets the constraints; the message says what would."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class ProvisioningLimits:
+    """What a deployment must respect.
+
+    Attributes:
+        r_max: Largest ratio allowed, >= 1; None: about twice the mean-field optimum.
+        max_tpot_s: Limit of the mean time per output token, or None.
+        kv_capacity_tokens: KV tokens one attention worker holds, or None.
+        kv_safety_z: Standard deviations of load kept free below the capacity.
+    """
+
+    r_max: int | None = None
+    max_tpot_s: float | None = None
+    kv_capacity_tokens: int | None = None
+    kv_safety_z: float = 3.0
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class ProvisionBundle:
+    """Order: deploy r attention workers per FFN server with B slots a microbatch.
+
+    Attributes:
+        attention_per_ffn: r.
+        batch_per_worker: B.
+        level: Level of theory that decided.
+        throughput_per_instance: Tokens per second, layer and unit of price.
+        cycle_s: Expected time of one microbatch period in one layer.
+        tpot_s: Expected time per output token over all layers.
+        r_low, r_high: Where the best ratio lies when the mean slot load is off by two standard
+            errors of the trace; both equal r for a law that is known exactly.
+        regret_low, regret_high: Share of throughput lost by deploying r although the best is
+            r_low or r_high.
+        regret_one_less, regret_one_more: Share lost by deploying one worker less or more; NaN
+            where that is not allowed.
+        binding: Names of the limits that hold the answer back: ``max_tpot_s``,
+            ``kv_capacity_tokens``, ``r_max``.
+    """
+
+    attention_per_ffn: int
+    batch_per_worker: int
+    level: str
+    throughput_per_instance: float
+    cycle_s: float
+    tpot_s: float
+    r_low: int
+    r_high: int
+    regret_low: float
+    regret_high: float
+    regret_one_less: float
+    regret_one_more: float
+    binding: tuple[str, ...]
+
+
+def largest_batch(moments: SlotMoments, microbatches: int, limits: ProvisioningLimits) -> int:
+    """Largest B with m * B * theta + z * nu * sqrt(m * B) within the KV capacity; 0 if none."""
+    if limits.kv_capacity_tokens is None:
+        return MAX_AUTO_BATCH
+    # With s = sqrt(m B): theta s^2 + z nu s - capacity <= 0.
+    spread = limits.kv_safety_z * moments.nu_tokens
+    root = (
+        -spread
+        + math.sqrt(spread * spread + 4.0 * moments.theta_tokens * limits.kv_capacity_tokens)
+    ) / (2.0 * moments.theta_tokens)
+    return min(MAX_AUTO_BATCH, int(root * root / microbatches + 1e-9))
+
+
+def automatic_r_max(lengths: LengthPairs, bundle: Bundle) -> int:
+    """A range of ratios that surely contains the optimum and shows what lies beyond it."""
+    best = predict(lengths, bundle, [1, 2], level="mean_field").r_real
+    return int(min(MAX_AUTO_RATIO, max(16, 8 * math.ceil(2.0 * best / 8))))
+
+
+class Provisioning:
+    """Chooses r, and B where it is left open, by one level of theory.
+
+    Args:
+        level: ``mean_field``, ``gaussian``, ``pearson3`` or ``exact``.
+    """
+
+    def __init__(self, level: str = "exact") -> None:
+        self.level = level
+
+    def decide(
+        self,
+        lengths: LengthPairs,
+        bundle: Bundle,
+        limits: ProvisioningLimits,
+        *,
+        choose_batch: bool = False,
+        now: float,
+    ) -> ProvisionBundle:
+        """The best deployment for this traffic within the limits.
+
+        Args:
+            lengths: Joint law of prompt and output lengths.
+            bundle: Latency model and settings; its B is used unless ``choose_batch``.
+            limits: What must be respected.
+            choose_batch: Choose B as well.
+            now: Seconds since the start of the run.
+
+        Raises:
+            InfeasibleError: If nothing meets the limits.
+        """
+        moments = slot_moments(lengths)
+        batch_limit = largest_batch(moments, bundle.microbatches, limits)
+        if choose_batch:
+            bundle = self._with_best_batch(lengths, bundle, limits, batch_limit)
+        elif bundle.batch_per_worker > batch_limit:
+            raise InfeasibleError(
+                f"batch_per_worker = {bundle.batch_per_worker} does not fit into "
+                f"kv_capacity_tokens = {limits.kv_capacity_tokens}: at theta = "
+                f"{moments.theta_tokens:.0f} tokens a slot, {bundle.microbatches} microbatch(es) "
+                f"and z = {limits.kv_safety_z:g} the largest B that fits is {batch_limit}"
+            )
+        return self._best_ratio(lengths, bundle, limits, moments, batch_limit)
+
+    def _best_ratio(
+        self,
+        lengths: LengthPairs,
+        bundle: Bundle,
+        limits: ProvisioningLimits,
+        moments: SlotMoments,
+        batch_limit: int,
+    ) -> ProvisionBundle:
+        r_max = limits.r_max or automatic_r_max(lengths, bundle)
+        ratios = np.arange(1, r_max + 1)
+        prediction = predict(lengths, bundle, ratios.tolist(), level=self.level)
+        allowed = _within_tpot(prediction, limits)
+        if not bool(allowed.any()):
+            raise InfeasibleError(
+                f"max_tpot_s = {limits.max_tpot_s:g} cannot be met with batch_per_worker = "
+                f"{bundle.batch_per_worker}: even one attention worker needs "
+                f"{float(prediction.tpot_s[0]):.4g} s per output token"
+            )
+        value = np.where(allowed, prediction.throughput_per_instance, -np.inf)
+        best = int(np.argmax(value))
+        low, high = self._uncertain_optima(lengths, bundle, ratios, limits, moments, best)
+        binding = _binding(prediction, limits, best, bundle.batch_per_worker, batch_limit)
+        return ProvisionBundle(
+            attention_per_ffn=int(ratios[best]),
+            batch_per_worker=bundle.batch_per_worker,
+            level=self.level,
+            throughput_per_instance=float(prediction.throughput_per_instance[best]),
+            cycle_s=float(prediction.cycle_s[best]),
+            tpot_s=float(prediction.tpot_s[best]),
+            r_low=min(low[0], high[0]),
+            r_high=max(low[0], high[0]),
+            regret_low=low[1] if low[0] <= high[0] else high[1],
+            regret_high=high[1] if low[0] <= high[0] else low[1],
+            regret_one_less=_regret(value, best, best - 1),
+            regret_one_more=_regret(value, best, best + 1),
+            binding=binding,
+        )
+
+    def _uncertain_optima(
+        self,
+        lengths: LengthPairs,
+        bundle: Bundle,
+        ratios: NDArray[np.int64],
+        limits: ProvisioningLimits,
+        moments: SlotMoments,
+        best: int,
+    ) -> tuple[tuple[int, float], tuple[int, float]]:
+        """(best ratio, regret of ours) when theta is two standard errors lower, and higher."""
+        if not moments.theta_se:
+            same = (int(ratios[best]), 0.0)
+            return same, same
+        answers = []
+        for shift_tokens in (-2.0 * moments.theta_se, 2.0 * moments.theta_se):
+            shifted = predict(
+                lengths, shift_load(bundle, shift_tokens), ratios.tolist(), level=self.level
+            )
+            value = np.where(
+                _within_tpot(shifted, limits), shifted.throughput_per_instance, -np.inf
+            )
+            at = int(np.argmax(value))
+            ours = float(shifted.throughput_per_instance[best])
+            theirs = float(shifted.throughput_per_instance[at])
+            answers.append((int(ratios[at]), max(0.0, 1.0 - ours / theirs)))
+        return answers[0], answers[1]
+
+    def _with_best_batch(
+        self,
+        lengths: LengthPairs,
+        bundle: Bundle,
+        limits: ProvisioningLimits,
+        batch_limit: int,
+    ) -> Bundle:
+        """The bundle with the B of most throughput: a coarse geometric scan, then a fine one."""
+        if batch_limit < 1:
+            raise InfeasibleError(
+                f"kv_capacity_tokens = {limits.kv_capacity_tokens} cannot hold one slot per "
+                "microbatch of this traffic"
+            )
+        scan = "pearson3" if self.level == "exact" else self.level
+        value_by_batch: dict[int, float] = {}
+
+        def value(batch: int) -> float:
+            if batch not in value_by_batch:
+                value_by_batch[batch] = _best_throughput(
+                    lengths, dataclasses.replace(bundle, batch_per_worker=batch), limits, scan
+                )
+            return value_by_batch[batch]
+
+        grid = sorted({round(x) for x in np.geomspace(1, batch_limit, 33)})
+        for batch in grid:
+            if value(batch) == -math.inf and len(value_by_batch) > 1:
+                break  # the time per token only grows with B
+        for _ in range(3):
+            best = max(value_by_batch, key=lambda b: (value_by_batch[b], -b))
+            known = sorted(value_by_batch)
+            at = known.index(best)
+            low = known[max(0, at - 1)]
+            high = known[min(len(known) - 1, at + 1)]
+            for batch in sorted({round(x) for x in np.linspace(low, high, 11)}):
+                value(batch)
+        best = max(value_by_batch, key=lambda b: (value_by_batch[b], -b))
+        while best > 1 and not math.isfinite(
+            _best_throughput(
+                lengths, dataclasses.replace(bundle, batch_per_worker=best), limits, self.level
+            )
+        ):
+            best -= max(1, best // 100)
+        return dataclasses.replace(bundle, batch_per_worker=best)
+
+
+def shift_load(bundle: Bundle, shift_tokens: float) -> Bundle:
+    """The bundle as if every slot held ``shift_tokens`` more: the shift moves beta_attention."""
+    c = bundle.coefficients
+    beta = c.beta_attention + c.alpha_attention * bundle.batch_per_worker * shift_tokens
+    return dataclasses.replace(
+        bundle, coefficients=dataclasses.replace(c, beta_attention=max(0.0, beta))
+    )
+
+
+def _within_tpot(prediction: LevelPrediction, limits: ProvisioningLimits) -> NDArray[np.bool_]:
+    if limits.max_tpot_s is None:
+        return np.ones(len(prediction.ratios), dtype=np.bool_)
+    return np.asarray(prediction.tpot_s <= limits.max_tpot_s, dtype=np.bool_)
+
+
+def _best_throughput(
+    lengths: LengthPairs, bundle: Bundle, limits: ProvisioningLimits, level: str
+) -> float:
+    r_max = limits.r_max or automatic_r_max(lengths, bundle)
+    prediction = predict(lengths, bundle, list(range(1, r_max + 1)), level=level)
+    allowed = _within_tpot(prediction, limits)
+    if not bool(allowed.any()):
+        return -math.inf
+    return float(prediction.throughput_per_instance[allowed].max())
+
+
+def _regret(value: NDArray[np.float64], best: int, other: int) -> float:
+    if not 0 <= other < len(value) or not math.isfinite(float(value[other])):
+        return math.nan
+    return float(1.0 - value[other] / value[best])
+
+
+def _binding(
+    prediction: LevelPrediction,
+    limits: ProvisioningLimits,
+    best: int,
+    batch: int,
+    batch_limit: int,
+) -> tuple[str, ...]:
+    binding = []
+    unlimited = int(np.argmax(prediction.throughput_per_instance))
+    if limits.max_tpot_s is not None and unlimited != best:
+        binding.append("max_tpot_s")
+    if limits.kv_capacity_tokens is not None and batch >= batch_limit:
+        binding.append("kv_capacity_tokens")
+    if best == len(prediction.ratios) - 1 and unlimited == best:
+        binding.append("r_max")
+    return tuple(binding)

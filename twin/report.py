@@ -1,0 +1,394 @@
+"""A run's summary as text: rich tables on a terminal, plain columns in a pipe."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+from rich import box
+from rich.console import Console, Group
+from rich.padding import Padding
+from rich.panel import Panel
+from rich.table import Table
+from rich.text import Text
+
+LEVEL_NAMES = {
+    "mean_field": "mean field",
+    "gaussian": "Gaussian",
+    "pearson3": "Pearson III",
+    "exact": "exact",
+}
+PLAIN_WIDTH = 100
+
+
+def make_console(width: int | None = None) -> Console:
+    """A console for reports: as wide as the terminal, or a fixed width in a pipe."""
+    console = Console(highlight=False)
+    if width is not None or not console.is_terminal:
+        return Console(highlight=False, width=width or PLAIN_WIDTH)
+    return console
+
+
+def print_report(summary: Mapping[str, Any], console: Console) -> None:
+    """Print every section of a run's summary that it has."""
+    plain = not console.is_terminal
+    sections = [
+        _workload_table(summary, plain),
+        _answer(summary, plain),
+        _levels_table(summary, plain),
+    ]
+    for name, section in (
+        ("simulation", _simulation_table),
+        ("stragglers", _stragglers_table),
+        ("faults", _faults_table),
+        ("open_loop", _open_loop_table),
+    ):
+        if summary.get(name):
+            sections.append(section(summary, plain))
+    console.print()
+    for section in sections:
+        console.print(section)
+        console.print()
+    print_warnings(summary.get("warnings", ()), console)
+
+
+def print_warnings(warnings: Sequence[str], console: Console) -> None:
+    """Print what limits the numbers above; nothing if there is nothing."""
+    if not warnings:
+        return
+    console.print(Text("Mind", style="bold yellow"))
+    grid = Table.grid(padding=(0, 1))
+    grid.add_column(width=2, justify="right")
+    grid.add_column(overflow="fold")
+    for warning in warnings:
+        grid.add_row("-", Text(warning))
+    console.print(grid)
+
+
+# --- numbers on screen ------------------------------------------------------------------------
+
+
+def duration(seconds: float | None, digits: int = 4) -> str:
+    """Seconds in the unit that reads best."""
+    if seconds is None:
+        return "-"
+    for scale, unit in ((1.0, "s"), (1e-3, "ms"), (1e-6, "us")):
+        if abs(seconds) >= scale:
+            return f"{seconds / scale:,.{digits}g} {unit}" if seconds < 1e4 else f"{seconds:,.0f} s"
+    return f"{seconds / 1e-6:.{digits}g} us" if seconds else "0 s"
+
+
+def percent(share: float | None, digits: int = 2) -> str:
+    """A share as a percentage."""
+    return "-" if share is None else f"{100.0 * share:.{digits}f} %"
+
+
+def count(value: float | None, digits: int = 0) -> str:
+    """A number with thousands separators."""
+    return "-" if value is None else f"{value:,.{digits}f}"
+
+
+def rate(value: float | None) -> str:
+    """A rate with about four digits."""
+    if value is None:
+        return "-"
+    return f"{value:,.0f}" if abs(value) >= 1000 else f"{value:.4g}"
+
+
+def with_interval(estimate: Mapping[str, Any] | None, scale: float = 1.0) -> str:
+    """Mean and half width of an interval."""
+    if not estimate:
+        return "-"
+    mean, half = scale * estimate["mean"], estimate["half_width"]
+    if half is None:
+        return rate(mean)
+    return f"{rate(mean)} ± {rate(scale * half)}"
+
+
+def _table(title: str, plain: bool, *columns: str) -> Table:
+    table = Table(
+        title=title,
+        title_justify="left",
+        title_style="bold",
+        box=box.ASCII2 if plain else box.ROUNDED,
+        pad_edge=False,
+        padding=(0, 1),
+    )
+    for at, name in enumerate(columns):
+        table.add_column(name, justify="left" if at == 0 else "right", overflow="fold")
+    return table
+
+
+# --- sections ---------------------------------------------------------------------------------
+
+
+def _workload_table(summary: Mapping[str, Any], plain: bool) -> Table:
+    workload, bundle = summary["workload"], summary["bundle"]
+    table = _table("What was asked", plain, "", "")
+    table.show_header = False
+    table.columns[1].justify = "left"
+    prompts, outputs = workload["prompt_tokens"], workload["output_tokens"]
+    table.add_row("workload", f"{workload['name']} ({workload['source']})")
+    requests = count(workload["num_requests"]) if workload["num_requests"] else "exact law"
+    if workload.get("rate_per_s"):
+        requests += f", {workload['rate_per_s']:.4g} per s for {duration(workload['duration_s'])}"
+    table.add_row("requests", requests)
+    for name, column in (("prompt tokens", prompts), ("output tokens", outputs)):
+        table.add_row(
+            name,
+            f"mean {count(column['mean'], 1)}, p50 {count(column['p50'])}, "
+            f"p90 {count(column['p90'])}, p99 {count(column['p99'])}, max {count(column['max'])}",
+        )
+    theta = count(summary["theta_tokens"], 1)
+    if summary["theta_se"] is not None:
+        theta += f" ± {summary['theta_se']:.2g} (one standard error)"
+    table.add_row(
+        "slot load",
+        f"theta {theta}, nu {count(summary['nu_tokens'], 1)}, skew {summary['skew']:.3g}",
+    )
+    origin = bundle["calibration"] or "coefficients of the scenario"
+    if bundle["device"]:
+        origin += f" ({bundle['model']} on {bundle['device']})"
+    table.add_row("latency model", origin)
+    m = bundle["microbatches"]
+    in_flight = f", {m} microbatches in flight" if m > 1 else ""
+    table.add_row(
+        "bundle",
+        f"B = {bundle['batch_per_worker']} slots a worker{in_flight}, {bundle['semantics']}, "
+        f"{bundle['num_layers']} layer{'s' if bundle['num_layers'] > 1 else ''}",
+    )
+    return table
+
+
+def _answer(summary: Mapping[str, Any], plain: bool) -> Panel:
+    best, layers = summary["recommendation"], summary["bundle"]["num_layers"]
+    lines = [Text.assemble((f"r = {best['r']}", "bold green"), " ", _headline(best))]
+    lines.append(
+        Text(
+            f"{rate(best['throughput_per_instance'] / layers)} tokens/s per instance, "
+            f"{duration(best['tpot_s'])} per output token, "
+            f"cycle {duration(best['cycle_s'])} a layer"
+        )
+    )
+    lines.append(
+        Text(
+            f"waiting for the slowest worker costs {percent(best['barrier_overhead'])} of time; "
+            f"idle: attention {percent(best['attention_idle'], 1)}, "
+            f"FFN {percent(best['ffn_idle'], 1)}"
+        )
+    )
+    lines.append(Text(_how_sure(best)))
+    if best["binding"]:
+        lines.append(Text("held back by " + ", ".join(best["binding"]), style="yellow"))
+    return Panel(
+        Group(*lines),
+        title="Attention workers per FFN server",
+        title_align="left",
+        box=box.ASCII2 if plain else box.ROUNDED,
+        expand=False,
+    )
+
+
+def _headline(best: Mapping[str, Any]) -> str:
+    if best["is_given"]:
+        if best["r"] == best["best_r"]:
+            return "was given, and is the best ratio"
+        return (
+            f"was given; the best is {best['best_r']} ({percent(best['regret'])} more throughput)"
+        )
+    return f"is the best ratio by the {LEVEL_NAMES[best['level']]} level"
+
+
+def _how_sure(best: Mapping[str, Any]) -> str:
+    sides = [
+        f"r {sign} 1 costs {percent(best[name])}"
+        for sign, name in (("-", "regret_one_less"), ("+", "regret_one_more"))
+        if best[name] is not None
+    ]
+    text = f"around the best r = {best['best_r']}: " + ", ".join(sides) if sides else ""
+    if best["r_low"] == best["r_high"]:
+        return text + ("; " if text else "") + "sampling error of the trace does not move it"
+    worst = max(best["regret_low"], best["regret_high"])
+    return (
+        text
+        + ("; " if text else "")
+        + f"with the trace's sampling error (2 se) the best lies in {best['r_low']}.."
+        + f"{best['r_high']}, regret at most {percent(worst)}"
+    )
+
+
+def _levels_table(summary: Mapping[str, Any], plain: bool) -> Table:
+    table = _table(
+        "Theory at four levels", plain, "level", "best r", "real r", "cycle", "tokens/s", "regret"
+    )
+    for name, level in summary["levels"].items():
+        table.add_row(
+            LEVEL_NAMES[name],
+            str(level["r"]),
+            f"{level['r_real']:.2f}",
+            duration(level["cycle_s"]),
+            rate(level["tokens_per_s_per_instance"]),
+            percent(level["regret"]),
+        )
+    table.caption = (
+        "tokens/s: per instance, as the level itself predicts; regret: throughput lost by its r, "
+        "measured by the exact level"
+    )
+    table.caption_justify = "left"
+    return table
+
+
+def _simulation_table(summary: Mapping[str, Any], plain: bool) -> Table:
+    simulation, layers = summary["simulation"], summary["bundle"]["num_layers"]
+    table = _table(
+        f"Theory against the simulated twin ({simulation['engine']} engine)",
+        plain,
+        "r",
+        "theory",
+        "twin, tokens/s",
+        "theory/twin - 1",
+        "A idle",
+        "F idle",
+        "barrier",
+    )
+    for point in simulation["points"]:
+        is_chosen = point["r"] == summary["recommendation"]["r"]
+        table.add_row(
+            f"{point['r']}{' *' if is_chosen else ''}",
+            rate(point["predicted_throughput_per_instance"] / layers),
+            with_interval(point["throughput_per_instance"], 1.0 / layers),
+            f"{100 * point['difference']:+.2f} ± {100 * point['difference_half_width']:.2f} %",
+            percent(point["attention_idle"]["mean"], 1),
+            percent(point["ffn_idle"]["mean"], 1),
+            percent(point["barrier_share"]["mean"], 1),
+            style="bold" if is_chosen else "",
+        )
+    table.caption = _simulation_caption(simulation)
+    table.caption_justify = "left"
+    return table
+
+
+def _simulation_caption(simulation: Mapping[str, Any]) -> str:
+    first = simulation["points"][0]
+    same = simulation["not_worse_than_best"]
+    text = (
+        f"*: the ratio in use. ±: {100 * simulation['confidence']:.0f} % interval over "
+        f"{first['replications']} or more independent replications of "
+        f"{count(first['num_cycles'])} cycles or more. Best simulated r: {simulation['best_r']}"
+    )
+    if len(same) > 1:
+        others = ", ".join(str(r) for r in same if r != simulation["best_r"])
+        text += f"; cannot tell it apart from {others}"
+    return text + "."
+
+
+def _stragglers_table(summary: Mapping[str, Any], plain: bool) -> Table:
+    stragglers, layers = summary["stragglers"], summary["bundle"]["num_layers"]
+    table = _table(
+        f"Stragglers at r = {stragglers['r']}: who refills a free slot",
+        plain,
+        "routing",
+        "barrier overhead",
+        "tokens/s per instance",
+        "against " + stragglers["baseline"],
+    )
+    for row in stragglers["routing"]:
+        gain = row["gain"]
+        versus = (
+            "-"
+            if gain is None
+            else f"{100 * gain['mean']:+.2f} ± {100 * gain['half_width']:.2f} %"
+            + (" (cannot tell)" if gain["verdict"] == "cannot tell" else "")
+        )
+        table.add_row(
+            row["policy"],
+            f"{100 * row['overhead']['mean']:.2f} ± {100 * row['overhead']['half_width']:.2f} %",
+            with_interval(row["throughput_per_instance"], 1.0 / layers),
+            versus,
+        )
+    table.caption = (
+        "barrier overhead: slowest over mean attention load - 1, same requests for all policies"
+    )
+    table.caption_justify = "left"
+    return table
+
+
+def _faults_table(summary: Mapping[str, Any], plain: bool) -> Table:
+    faults, layers = summary["faults"], summary["bundle"]["num_layers"]
+    table = _table(
+        f"Faults at r = {faults['r']}", plain, "", "cycle a layer", "tokens/s per instance"
+    )
+    for name, row in (("healthy", faults["healthy"]), ("with faults", faults["faulty"])):
+        table.add_row(
+            name,
+            duration(row["cycle_s"]["mean"]),
+            with_interval(row["throughput_per_instance"], 1.0 / layers),
+        )
+    cost = faults["throughput_change"]
+    table.add_row("change", "", f"{100 * cost['mean']:+.2f} ± {100 * cost['half_width']:.2f} %")
+    table.caption = "; ".join(faults["events"])
+    table.caption_justify = "left"
+    return table
+
+
+def _open_loop_table(summary: Mapping[str, Any], plain: bool) -> Group:
+    run = summary["open_loop"]
+    table = _table(
+        f"Open loop at r = {run['r']}: {count(run['injected'])} requests",
+        plain,
+        "",
+        "mean",
+        "p50",
+        "p90",
+        "p99",
+        "max",
+    )
+    for name, label in (
+        ("queue_s", "queue"),
+        ("ttft_s", "TTFT"),
+        ("tpot_s", "TPOT"),
+        ("itl_s", "ITL"),
+        ("e2e_s", "end to end"),
+    ):
+        row = run["latency"].get(name)
+        if row:
+            table.add_row(
+                label, *(duration(row[k], 3) for k in ("mean", "p50", "p90", "p99", "max"))
+            )
+    facts = Table.grid(padding=(0, 2))
+    for left, right in _open_loop_facts(run):
+        facts.add_row(left, right)
+    return Group(table, Padding(facts, (0, 0, 0, 1)))
+
+
+def _open_loop_facts(run: Mapping[str, Any]) -> list[tuple[str, str]]:
+    facts = [
+        (
+            "requests",
+            f"{count(run['completed'])} completed, {count(run['running'])} running and "
+            f"{count(run['queued'])} queued at the end",
+        ),
+        (
+            "served",
+            f"{rate(run['requests_per_s'])} requests/s, {rate(run['output_tokens_per_s'])} "
+            f"output tokens/s in {duration(run['duration_s'])}",
+        ),
+        (
+            "load",
+            f"{percent(run['slot_utilisation'], 1)} of slots busy on average; offered "
+            f"{rate(run['offered_tokens_per_s'])} of {rate(run['capacity_tokens_per_s'])} "
+            f"output tokens/s ({percent(run['offered_share'], 1)} of capacity)",
+        ),
+    ]
+    if run.get("goodput"):
+        good = run["goodput"]
+        facts.append(
+            (
+                "goodput",
+                f"{rate(good['requests_per_s'])} requests/s, {percent(good['share'], 1)} of "
+                f"completed requests meet {good['targets']}",
+            )
+        )
+    if run.get("retries"):
+        facts.append(("retries", count(run["retries"])))
+    return facts
