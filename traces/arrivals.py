@@ -59,12 +59,6 @@ class RateTable:
         elif max(self.rate_per_s) == 0.0:
             raise ValueError("at least one rate_per_s must be > 0")
 
-    def scaled(self, factor: float) -> RateTable:
-        """The same table with every rate multiplied by ``factor`` > 0."""
-        require_positive("factor", factor)
-        rates = tuple(rate * factor for rate in self.rate_per_s)
-        return RateTable(start_s=self.start_s, rate_per_s=rates, period_s=self.period_s)
-
     def mean_rate_per_s(self) -> float:
         """Mean over one period; without a period, the rate that holds for ever."""
         if self.period_s is None:
