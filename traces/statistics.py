@@ -16,6 +16,7 @@ from traces.spread import Spread, pearson, spearman, spread
 
 DISPERSION_WINDOWS_S = (1.0, 10.0, 60.0, 300.0)
 RATE_WINDOW_S = 300.0
+SESSION_TIME = "session_time_s"  # seconds since the session began, not a latency
 _MIN_WINDOWS = 4  # fewer counts say nothing about their variance
 
 
@@ -86,11 +87,13 @@ class SessionStatistics:
         num_sessions: Distinct session names.
         turns: Spread of requests per session.
         think_s: Spread of the pauses before a turn, where known.
+        length_s: Spread of the time from a session's first to its last request, where known.
     """
 
     num_sessions: int
     turns: Spread
     think_s: Spread | None
+    length_s: Spread | None
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -155,7 +158,9 @@ def trace_statistics(trace: Trace) -> TraceStatistics:
     """
     if len(trace) == 0:
         raise ValueError(f"trace {trace.name!r} holds no requests, so it has no statistics")
-    measured = {name: spread(values) for name, values in trace.measured.items()}
+    measured = {
+        name: spread(values) for name, values in trace.measured.items() if name != SESSION_TIME
+    }
     return TraceStatistics(
         name=trace.name,
         source=trace.source,
@@ -226,12 +231,28 @@ def session_statistics(trace: Trace) -> SessionStatistics | None:
     """Turns and think times; None where the trace has no session names."""
     if trace.session_ids is None:
         return None
-    _, turns = np.unique(trace.session_ids.astype(str), return_counts=True)
+    _, session, turns = np.unique(
+        trace.session_ids.astype(str), return_inverse=True, return_counts=True
+    )
     turns_spread = spread(turns.astype(np.float64))
     if turns_spread is None:
         return None
-    think = None if trace.think_s is None else spread(trace.think_s)
-    return SessionStatistics(num_sessions=len(turns), turns=turns_spread, think_s=think)
+    return SessionStatistics(
+        num_sessions=len(turns),
+        turns=turns_spread,
+        think_s=None if trace.think_s is None else spread(trace.think_s),
+        length_s=_session_lengths(trace, session, len(turns)),
+    )
+
+
+def _session_lengths(trace: Trace, session: NDArray[np.int64], num_sessions: int) -> Spread | None:
+    time_s = trace.measured.get(SESSION_TIME, trace.arrival_s)
+    if time_s is None:
+        return None
+    first, last = np.full(num_sessions, np.inf), np.full(num_sessions, -np.inf)
+    np.fmin.at(first, session, time_s)
+    np.fmax.at(last, session, time_s)
+    return spread(last - first)
 
 
 def _counts(arrival_s: NDArray[np.float64], window_s: float) -> NDArray[np.int64]:
