@@ -50,7 +50,11 @@ def prefix_statistics(trace: Trace) -> PrefixStatistics | None:
     if trace.block_offsets is None or trace.block_ids is None or len(trace.block_ids) == 0:
         return None
     offsets, ids = trace.block_offsets, trace.block_ids
-    _, compact, counts = np.unique(ids, return_inverse=True, return_counts=True)
+    if int(ids.max()) < 2 * len(ids) and int(ids.min()) >= 0:  # dense, as readers give them
+        compact, counts = ids, np.bincount(ids)
+        counts = counts[counts > 0]
+    else:
+        _, compact, counts = np.unique(ids, return_inverse=True, return_counts=True)
     lru: dict[int, float] = {}
     if len(ids) <= MAX_LRU_REFERENCES:
         lru = {
@@ -78,7 +82,7 @@ def unbounded_hits(offsets: NDArray[np.int64], ids: NDArray[np.int64]) -> NDArra
 
     Args:
         offsets: [n + 1] into ``ids``.
-        ids: [total] block ids, 0 .. num_distinct - 1, all of them named.
+        ids: [total] block ids, >= 0, not much larger than they are many.
     """
     n, total = len(offsets) - 1, len(ids)
     request = np.repeat(np.arange(n), np.diff(offsets))

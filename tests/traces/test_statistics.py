@@ -133,6 +133,16 @@ def test_blocks_repeated_within_a_request_are_no_hits_of_itself() -> None:
     assert found.unbounded_hit_share == 0.0
 
 
+def test_the_names_of_blocks_do_not_matter() -> None:
+    rows = [[0, 1, 2], [0, 1, 3], [0, 4]]
+    large = [[10**12 + 7 * block for block in row] for row in rows]
+    dense, sparse = (
+        prefix_statistics(trace([30] * 3, [1] * 3, blocks=b, block_tokens=10))
+        for b in (rows, large)
+    )
+    assert dense == sparse
+
+
 def test_an_lru_cache_forgets_the_block_that_was_used_longest_ago() -> None:
     offsets, ids = np.array([0, 1, 2, 3, 4, 5]), np.array([0, 1, 0, 2, 1])
     # two blocks fit: 1 is evicted by 2, since 0 was used again in between
@@ -311,6 +321,7 @@ def test_measured_times_of_a_public_run_are_the_published_ones(data_file) -> Non
     assert measured["e2e_s"].max == pytest.approx(38.13, rel=5e-4)
 
 
+@pytest.mark.slow
 def test_agentic_sessions_share_prompts_as_published(data_file) -> None:
     parts = [read_trace(data_file(f"agentic-coding/traces-0{i}.jsonl.gz")) for i in range(3)]
     found = [trace_statistics(part) for part in parts]
