@@ -169,7 +169,7 @@ def predict(
         barrier_overhead=np.maximum(0.0, cycle_s / mean_s - 1.0),
         tpot_s=tpot_s(bundle, cycle_s),
         r=r,
-        r_real=_real_optimum(level, bundle, moments, whole, r, cycle),
+        r_real=_real_optimum(level, bundle, moments, whole, r, _search_times(bundle, law, cycle)),
         regime=_regime(level, bundle, moments, law, r),
         warnings=_trust_warnings(level, moments, bundle.batch_per_worker),
     )
@@ -284,6 +284,14 @@ def _cycle_times(
     if bundle.semantics == "barrier":
         return lambda r: barrier.law_cycle_s(bundle, law, r)
     return pingpong.PingPong(bundle, law).cycle_s
+
+
+def _search_times(bundle: Bundle, law: WorkerLoadLaw | None, cycle: CycleTimes) -> CycleTimes:
+    """Cycle times good enough to place the real optimum: the barrier's on a coarser lattice."""
+    if law is None or bundle.semantics == "pingpong":
+        return cycle
+    coarse = law.coarsened(SEARCH_LATTICE)
+    return lambda r: barrier.law_cycle_s(bundle, coarse, r)
 
 
 def _first_best(ratios: NDArray[np.int64], x: FloatArray) -> int:
