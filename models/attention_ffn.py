@@ -23,6 +23,7 @@ from models.cold_start import (
     settling_steps,
 )
 from models.constraints import kv_tokens_needed, largest_batch, ratios_within, tpot_s
+from models.level_trust import gaussian_trust, recommended_level, trust_warnings
 from models.live_slots import LoadEstimate, censored_load, census_load
 from models.mean_field import (
     MeanFieldOptimum,
@@ -78,8 +79,6 @@ __all__ = [
 
 LEVELS = ("mean_field", "gaussian", "pearson3", "exact")
 
-PEARSON3_FROM_TRUST = 0.05
-EXACT_FROM_SKEW = 3.0
 SEARCH_POINTS = 33
 SEARCH_ROUNDS = 2
 SEARCH_LATTICE = 8192
@@ -171,7 +170,7 @@ def predict(
         r=r,
         r_real=_real_optimum(level, bundle, moments, whole, r, _search_times(bundle, law, cycle)),
         regime=_regime(level, bundle, moments, law, r),
-        warnings=_trust_warnings(level, moments, bundle.batch_per_worker),
+        warnings=trust_warnings(level, moments, bundle.batch_per_worker),
     )
 
 
@@ -207,43 +206,6 @@ def regret(reference: LevelPrediction, r: int) -> float:
 def regrets(predictions: Mapping[str, LevelPrediction]) -> dict[str, float]:
     """Level -> regret of its best ratio, measured with the exact level."""
     return {name: regret(predictions["exact"], found.r) for name, found in predictions.items()}
-
-
-def gaussian_trust(moments: SlotMoments, batch_per_worker: int) -> float:
-    """q = |worker cv * worker skew|: the Gaussian level's worst error is about 20 q percent.
-
-    Source:
-        Measured against the exact law, docs/theory.md.
-    """
-    if moments.theta_tokens == 0.0:
-        return 0.0
-    return abs(moments.nu_tokens / moments.theta_tokens * moments.skew) / batch_per_worker
-
-
-def recommended_level(moments: SlotMoments, batch_per_worker: int) -> str:
-    """The cheapest level to trust: exact for a very skewed worker load, else by ``gaussian_trust``.
-
-    Under ``mean_field`` only for a load that does not vary at all.
-    """
-    if moments.nu_tokens == 0.0:
-        return "mean_field"
-    if abs(moments.skew) / math.sqrt(batch_per_worker) > EXACT_FROM_SKEW:
-        return "exact"
-    trust = gaussian_trust(moments, batch_per_worker)
-    return "pearson3" if trust >= PEARSON3_FROM_TRUST else "gaussian"
-
-
-def _trust_warnings(level: str, moments: SlotMoments, batch_per_worker: int) -> tuple[str, ...]:
-    q = gaussian_trust(moments, batch_per_worker)
-    skew = moments.skew / math.sqrt(batch_per_worker)
-    if level == "gaussian" and q >= PEARSON3_FROM_TRUST:
-        return (
-            f"gaussian: the worker load is skewed (cv * skew = {q:.2f}); throughput may be off by "
-            f"about {20.0 * q:.0f} %; use pearson3 or exact",
-        )
-    if level == "pearson3" and abs(skew) > EXACT_FROM_SKEW:
-        return (f"pearson3: the worker load is very skewed ({skew:.1f}); use exact",)
-    return ()
 
 
 def _checked_ratios(ratios: Sequence[int] | NDArray[np.int64]) -> NDArray[np.int64]:
