@@ -1,0 +1,35 @@
+"""Scenario names of policies, one table per kind."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+
+import numpy as np
+
+from policies.provisioning import Provisioning
+from policies.routing import LeastTokenLoad, PowerOfTwo, RandomSlot, RoundRobin, RoutingPolicy
+
+ROUTING: dict[str, Callable[[np.random.Generator], RoutingPolicy]] = {
+    "random": RandomSlot,
+    "round_robin": lambda rng: RoundRobin(),
+    "least_token_load": lambda rng: LeastTokenLoad(),
+    "power_of_two": PowerOfTwo,
+}
+
+PROVISIONING: dict[str, Callable[[], Provisioning]] = {
+    "mean_field": lambda: Provisioning("mean_field"),
+    "gaussian": lambda: Provisioning("gaussian"),
+    "pearson3": lambda: Provisioning("pearson3"),
+    "exact": lambda: Provisioning("exact"),
+}
+
+
+def routing_policy(name: str, rng: np.random.Generator) -> RoutingPolicy:
+    """The routing policy of that name, with its own source of chance.
+
+    Raises:
+        ValueError: If there is none of that name.
+    """
+    if name not in ROUTING:
+        raise ValueError(f"routing must be one of {', '.join(ROUTING)}, found {name!r}")
+    return ROUTING[name](rng)

@@ -1,0 +1,206 @@
+"""A bundle whose slots are always full: which engine runs it, from which start."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from dataclasses import replace
+from typing import Literal
+
+import simpy
+
+from models.bundle import Bundle
+from policies.catalog import ROUTING, routing_policy
+from traces.lengths import LengthPairs
+from twin.barrier_cycles import BarrierCycles
+from twin.clock import cyclic_collector_off
+from twin.cycle_log import CycleLog, RawCycles, sample_stride
+from twin.fault_effects import FaultEffects
+from twin.faults import Fault, require_fits
+from twin.kernel import is_available, run_compiled
+from twin.pingpong_cycles import PingPongCycles
+from twin.saturated_case import SaturatedCase, Start
+from twin.saturated_plan import SaturatedPlan
+from twin.saturated_run import EngineUsed, SaturatedRun, series_from_raw
+from twin.slots import SlotPool, WaitingLine
+from twin.stages import StageInterval, StageTimes, default_simulated_layers
+
+Engine = Literal["auto", "simpy", "compiled"]
+
+
+def simulate_saturated(
+    bundle: Bundle,
+    attention_per_ffn: int,
+    lengths: LengthPairs,
+    *,
+    seed: int,
+    num_cycles: int,
+    replication: int = 0,
+    start: Start = "stationary",
+    routing: str = "random",
+    faults: Sequence[Fault] = (),
+    engine: Engine = "auto",
+    simulated_layers: int | None = None,
+    on_progress: Callable[[int], None] | None = None,
+    timeline_cycles: int = 0,
+) -> SaturatedRun:
+    """Run a bundle with always-full slots.
+
+    Every finished request is replaced at once by the next of an endless stream of independent
+    requests. All engines draw the same numbers and return the same series.
+
+    Args:
+        bundle: Coefficients, B, semantics, m, layers.
+        attention_per_ffn: r, >= 1.
+        lengths: Law of the requests.
+        seed: Of the named random streams, >= 0.
+        num_cycles: Steps of microbatches to run, >= 1.
+        replication: Which independent repetition, >= 0.
+        start: ``stationary``: slots as met at a random step; ``cold``: all requests at age 0.
+        routing: ``random`` (the next request into every free slot) or a name of ``ROUTING``.
+        faults: Slow, jittery, paused or lost workers.
+        engine: ``auto``: the compiled one where numba is installed and there are no faults.
+        simulated_layers: Layers played one by one, 1..L; None: 1 under ``barrier``, where that is
+            exact, and up to 4 under ``pingpong``.
+        on_progress: Told now and then how many cycles are done.
+        timeline_cycles: Note the stage intervals of so many cycles.
+
+    Raises:
+        ValueError: If an argument is out of its range, or ``compiled`` cannot do the run.
+    """
+    _require(attention_per_ffn >= 1, "attention_per_ffn must be >= 1", attention_per_ffn)
+    _require(num_cycles >= 1, "num_cycles must be >= 1", num_cycles)
+    _require(timeline_cycles >= 0, "timeline_cycles must be >= 0", timeline_cycles)
+    _require(start in ("stationary", "cold"), "start must be 'stationary' or 'cold'", start)
+    _require(routing in ROUTING, f"routing must be one of {', '.join(ROUTING)}", routing)
+    require_fits(faults, attention_per_ffn)
+    case = SaturatedCase(
+        times=StageTimes(
+            bundle=bundle,
+            attention_per_ffn=attention_per_ffn,
+            simulated_layers=(
+                default_simulated_layers(bundle) if simulated_layers is None else simulated_layers
+            ),
+        ),
+        lengths=lengths,
+        num_cycles=num_cycles,
+        seed=seed,
+        replication=replication,
+        start=start,
+        routing=routing,
+        faults=tuple(faults),
+    )
+    used, why = _choose_engine(engine, case)
+    timeline: list[StageInterval] = []
+    if used == "compiled":
+        raw = run_compiled(case, on_progress)
+        if timeline_cycles:
+            first_cycles = replace(case, num_cycles=min(timeline_cycles, num_cycles))
+            run_on_simpy(first_cycles, timeline=timeline, timeline_cycles=timeline_cycles)
+    else:
+        raw = run_on_simpy(
+            case, on_progress=on_progress, timeline=timeline, timeline_cycles=timeline_cycles
+        )
+    return _run_record(case, raw, used, why, timeline)
+
+
+def run_on_simpy(
+    case: SaturatedCase,
+    *,
+    on_progress: Callable[[int], None] | None = None,
+    timeline: list[StageInterval] | None = None,
+    timeline_cycles: int = 0,
+) -> RawCycles:
+    """Play a case on SimPy's clock: one event a cycle or, under ``pingpong``, two a stage."""
+    times, r = case.times, case.times.attention_per_ffn
+    line = WaitingLine(case.requests().requests())
+    policy = (
+        None if case.routing == "random" else routing_policy(case.routing, case.routing_chance())
+    )
+    pools = [SlotPool(start, r, line, policy) for start in case.in_service()]
+    log = CycleLog(case.num_cycles, on_progress)
+    effects = FaultEffects(case.faults, r, seed=case.seed, replication=case.replication)
+    plan = SaturatedPlan(
+        times=times,
+        pools=pools,
+        log=log,
+        effects=effects if case.faults else None,
+        timeline=[] if timeline is None else timeline,
+        timeline_cycles=timeline_cycles,
+    )
+    env = simpy.Environment()
+    engine = BarrierCycles if times.bundle.semantics == "barrier" else PingPongCycles
+    with cyclic_collector_off():
+        engine(env, plan).start()
+        env.run()
+    in_flight = sum(sum(pool.live) for pool in pools)
+    return log.columns(in_flight=in_flight, num_retries=line.num_retries, num_waiting=len(line))
+
+
+def _choose_engine(engine: Engine, case: SaturatedCase) -> tuple[EngineUsed, str]:
+    """The engine to use, and the sentence for the notes."""
+    _require(
+        engine in ("auto", "simpy", "compiled"),
+        "engine must be 'auto', 'simpy' or 'compiled'",
+        engine,
+    )
+    if engine == "simpy":
+        return "simpy", "Ran on SimPy's clock, as asked."
+    if case.faults:
+        _require(
+            engine == "auto", "engine must be 'simpy' or 'auto' where there are faults", engine
+        )
+        return "simpy", "Ran on SimPy's clock: the compiled loops know no faults."
+    if not is_available():
+        _require(
+            engine == "auto",
+            "engine 'compiled' needs numba (pip install 'serving-twin[fast]')",
+            engine,
+        )
+        return "simpy", "Ran on SimPy's clock: numba is not installed."
+    return "compiled", "Ran in the compiled loops, which give SimPy's numbers to the last bit."
+
+
+def _run_record(
+    case: SaturatedCase,
+    raw: RawCycles,
+    used: EngineUsed,
+    why: str,
+    timeline: list[StageInterval],
+) -> SaturatedRun:
+    bundle, layers = case.times.bundle, case.times.simulated_layers
+    notes = [why, "Prefill happens elsewhere: a request brings the KV of its prompt."]
+    if bundle.num_layers > layers:
+        notes.append(
+            f"{layers} of {bundle.num_layers} equal layers were played, each standing for "
+            f"{case.times.layers_each:g}."
+        )
+    if bundle.semantics == "pingpong":
+        notes.append("The pipeline starts empty: the first steps fill it.")
+    if case.start == "cold":
+        notes.append("Cold start: all slots begin with requests of age 0; cut the warm-up.")
+    if raw.num_waiting:
+        notes.append(f"{raw.num_waiting} requests of lost workers still waited at the end.")
+    return SaturatedRun(
+        bundle=bundle,
+        attention_per_ffn=case.times.attention_per_ffn,
+        seed=case.seed,
+        replication=case.replication,
+        start=case.start,
+        routing=case.routing,
+        faults=case.faults,
+        engine=used,
+        simulated_layers=layers,
+        notes=tuple(notes),
+        load_samples=raw.load_samples,
+        load_sample_stride=sample_stride(case.num_cycles),
+        in_flight=raw.in_flight,
+        waiting=raw.num_waiting,
+        retries=raw.num_retries,
+        timeline=tuple(timeline),
+        **series_from_raw(raw, case.times),
+    )
+
+
+def _require(holds: bool, rule: str, found: object) -> None:
+    if not holds:
+        raise ValueError(f"{rule}, found {found!r}")

@@ -1,0 +1,160 @@
+"""Saturated runs through the compiled inner loops, where numba is installed."""
+
+from __future__ import annotations
+
+import importlib.util
+from collections.abc import Callable
+from types import ModuleType
+
+import numpy as np
+from numpy.typing import NDArray
+
+from twin.cycle_log import PROGRESS_CYCLES, RawCycles, period_series, sample_stride
+from twin.request_stream import BLOCK_REQUESTS
+from twin.saturated_case import SaturatedCase
+from twin.slots import InService
+
+_CODES = ("random", "round_robin", "least_token_load", "power_of_two")
+
+
+def is_available() -> bool:
+    """Whether numba is installed."""
+    return importlib.util.find_spec("numba") is not None
+
+
+def run_compiled(
+    case: SaturatedCase, on_progress: Callable[[int], None] | None = None
+) -> RawCycles:
+    """The same series as on SimPy's clock. Faults are not for this engine.
+
+    Raises:
+        ImportError: If numba is not installed.
+    """
+    from twin import compiled_steps
+
+    run = _CompiledRun(case, compiled_steps)
+    per_call = PROGRESS_CYCLES - PROGRESS_CYCLES % case.times.bundle.microbatches
+    done = 0
+    while done < case.num_cycles:
+        done = min(done + max(per_call, case.times.bundle.microbatches), case.num_cycles)
+        run.play_until(done)
+        if on_progress is not None:
+            on_progress(done)
+    return run.columns()
+
+
+class _CompiledRun:
+    """The arrays of a run, as ``twin.compiled_steps`` describes them."""
+
+    def __init__(self, case: SaturatedCase, steps: ModuleType) -> None:
+        times, n = case.times, case.num_cycles
+        r, b, m = times.attention_per_ffn, times.bundle.batch_per_worker, times.bundle.microbatches
+        self._case, self._steps = case, steps
+        self._requests, self._chance = case.requests(), case.routing_chance()
+        self._routing = _CODES.index(case.routing)
+        pools = case.in_service()
+        num_buckets = int(case.lengths.output_tokens.max()) + 1
+        held = [(p.prompt_tokens + p.age_steps).reshape(r, b).sum(axis=1) for p in pools]
+        self._loads = np.stack(held)
+        self._full_load = np.stack([p.prompt_tokens + p.output_tokens for p in pools])
+        calendars = [_calendar(pool, num_buckets) for pool in pools]
+        self._head, self._behind, self._due = (
+            np.stack(arrays) for arrays in zip(*calendars, strict=True)
+        )
+        self._prompts = self._outputs = np.empty(0, dtype=np.int64)
+        self._draws = np.empty(0)
+        self._cursor = np.zeros(4, dtype=np.int64)
+        self._done, self._pick = np.empty((2, r * b), dtype=np.int64)
+        self._scratch = np.empty((4, r * b + 2 * r), dtype=np.int64)
+        self._worker_free, self._shared_free, self._arrived = np.zeros(r), np.zeros(2), np.zeros(m)
+        self._stride = sample_stride(n)
+        self._end_s, self._cycle_s = np.empty((2, n))
+        self._max_load, self._sum_load, self._completed = np.empty((3, n), dtype=np.int64)
+        self._samples = np.empty((-(-n // self._stride), r), dtype=np.int64)
+
+    def play_until(self, cycle: int) -> None:
+        """Go on until that many cycles are done, fetching requests as they run out."""
+        barrier = self._case.times.bundle.semantics == "barrier"
+        while True:
+            if barrier:
+                self._play_barrier(cycle)
+            else:
+                self._play_pingpong(cycle)
+            if self._cursor[0] >= cycle:
+                return
+            self._fetch_requests()
+
+    def columns(self) -> RawCycles:
+        """All series."""
+        bundle = self._case.times.bundle
+        if bundle.semantics == "pingpong":
+            self._cycle_s = period_series(self._end_s, bundle.microbatches, bundle.num_layers)
+        return RawCycles(
+            end_s=self._end_s,
+            cycle_s=self._cycle_s,
+            max_load_tokens=self._max_load,
+            sum_load_tokens=self._sum_load,
+            completed=self._completed,
+            load_samples=self._samples,
+            in_flight=self._full_load.size,
+        )
+
+    def _play_barrier(self, until: int) -> None:
+        times = self._case.times
+        c, b = times.bundle.coefficients, times.bundle.batch_per_worker
+        live = times.attention_per_ffn * b
+        floor_s = max(times.round_trip_s(live, b), times.ffn_s(live))
+        stage = np.array([c.alpha_attention, c.beta_attention, floor_s, times.layers_each])
+        self._steps.barrier_cycles(
+            until, b, self._routing, stage, self._shared_free,
+            self._loads, self._full_load, self._head, self._behind, self._due,
+            self._prompts, self._outputs, self._draws, self._cursor,
+            self._done, self._pick, self._scratch, self._stride,
+            self._end_s, self._cycle_s, self._max_load, self._sum_load, self._completed,
+            self._samples,
+        )  # fmt: skip
+
+    def _play_pingpong(self, until: int) -> None:
+        times = self._case.times
+        c, b, layers = times.bundle.coefficients, times.bundle.batch_per_worker, times.layers_each
+        live = times.attention_per_ffn * b
+        shared_s = (times.one_way_s(live, b), times.round_trip_s(live, b), times.ffn_s(live))
+        stage = np.array(
+            [c.alpha_attention, c.beta_attention, layers, *(s * layers for s in shared_s)]
+        )
+        self._steps.pingpong_cycles(
+            until, times.simulated_layers, b, self._routing, stage,
+            self._worker_free, self._shared_free, self._arrived,
+            self._loads, self._full_load, self._head, self._behind, self._due,
+            self._prompts, self._outputs, self._draws, self._cursor,
+            self._done, self._pick, self._scratch, self._stride,
+            self._end_s, self._max_load, self._sum_load, self._completed, self._samples,
+        )  # fmt: skip
+
+    def _fetch_requests(self) -> None:
+        """One block more of requests, and two routing draws for each where they are needed."""
+        used, used_draws = int(self._cursor[1]), int(self._cursor[2])
+        prompts, outputs = self._requests.next_block()
+        self._prompts = np.concatenate((self._prompts[used:], prompts))
+        self._outputs = np.concatenate((self._outputs[used:], outputs))
+        if self._routing == self._steps.POWER_OF_TWO:
+            draws = self._chance.random(2 * BLOCK_REQUESTS)
+            self._draws = np.concatenate((self._draws[used_draws:], draws))
+        self._cursor[1] = self._cursor[2] = 0
+
+
+def _calendar(
+    pool: InService, num_buckets: int
+) -> tuple[NDArray[np.int32], NDArray[np.int32], NDArray[np.int32]]:
+    """``head``, ``behind`` and ``due`` of one microbatch at instant 0."""
+    last_step = pool.output_tokens - pool.age_steps - 1
+    order = np.argsort(last_step, kind="stable").astype(np.int32)
+    steps = last_step[order]
+    starts = np.concatenate(([True], steps[1:] != steps[:-1]))
+    head = np.full(num_buckets, -1, dtype=np.int32)
+    head[steps[starts]] = order[starts]
+    behind = np.full(len(order), -1, dtype=np.int32)
+    chained = ~starts[1:]
+    behind[order[:-1][chained]] = order[1:][chained]
+    due = np.bincount(last_step, minlength=num_buckets).astype(np.int32)
+    return head, behind, due
