@@ -48,7 +48,7 @@ class Trace:
         prompt_tokens: [n] int64, >= 1.
         output_tokens: [n] int64, >= 1.
         request_ids: [n] names, or None: then the row number is the name.
-        session_ids: [n] names, or None.
+        session_ids: [n] names, None where a request belongs to none; or None.
         think_s: [n] float64, NaN where unknown; or None.
         block_offsets: [n + 1] int64 into ``block_ids``; None where the source has no blocks.
         block_ids: [total] int64, dense ids of prompt blocks.
@@ -96,6 +96,7 @@ class Trace:
             if self.block_offsets is not None and self.block_ids is not None:
                 lo, hi = int(self.block_offsets[i]), int(self.block_offsets[i + 1])
                 blocks = tuple(int(b) for b in self.block_ids[lo:hi])
+            session = None if self.session_ids is None else self.session_ids[i]
             think = None if self.think_s is None else float(self.think_s[i])
             yield Request(
                 request_id=str(i) if self.request_ids is None else str(self.request_ids[i]),
@@ -103,6 +104,6 @@ class Trace:
                 prompt_tokens=int(self.prompt_tokens[i]),
                 output_tokens=int(self.output_tokens[i]),
                 prefix_block_ids=blocks,
-                session_id=None if self.session_ids is None else str(self.session_ids[i]),
+                session_id=None if session is None else str(session),
                 think_s=None if think is None or np.isnan(think) else think,
             )

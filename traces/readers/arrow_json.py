@@ -26,7 +26,7 @@ class ArrowJson:
 
     def __init__(
         self,
-        first: Mapping[str, Any],
+        sample: Mapping[str, Any],
         layout: Layout,
         times: TimeColumn | None,
         blocks: BlockIds | None,
@@ -34,7 +34,7 @@ class ArrowJson:
         self.layout = layout
         self.times = times
         self.blocks = blocks
-        self.schemas = list(self._schemas(first))
+        self.schemas = list(self._schemas(sample))
 
     def batch(self, chunk: Chunk) -> Batch | None:
         """The rows of a chunk, or None where something in it needs a closer look."""
@@ -49,7 +49,7 @@ class ArrowJson:
                 return self._batch(chunk, table)
         return None
 
-    def _schemas(self, first: Mapping[str, Any]) -> Iterator[Any]:
+    def _schemas(self, sample: Mapping[str, Any]) -> Iterator[Any]:
         """Arrow schemas to try: arrival times as whole numbers or not, or as text."""
         import pyarrow as pa
 
@@ -58,14 +58,14 @@ class ArrowJson:
         fields |= dict.fromkeys(layout.numbers, pa.float64())
         for column in (layout.request_id, layout.session_id):
             if column is not None:
-                fields[column] = pa.string() if isinstance(first.get(column), str) else pa.int64()
+                fields[column] = pa.string() if isinstance(sample.get(column), str) else pa.int64()
         if layout.block_ids is not None:
             fields[layout.block_ids] = pa.list_(pa.int64())
         if layout.arrival is None:
             yield pa.schema(list(fields.items()))
             return
         moments: Sequence[Any] = [pa.int64(), pa.float64()]
-        if isinstance(first.get(layout.arrival), str):
+        if isinstance(sample.get(layout.arrival), str):
             moments = [pa.string()]
         for moment in moments:
             yield pa.schema([*fields.items(), (layout.arrival, moment)])

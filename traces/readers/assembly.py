@@ -113,7 +113,8 @@ class Assembly:
         for rule in self.layout.row_rules:
             holds = rule.holds(batch.numbers)
             for i in np.flatnonzero(keep & ~holds):
-                found = ", ".join(f"{c} {batch.numbers[c][i]:g}" for c in self.layout.numbers)
+                values = {c: float(batch.numbers[c][i]) for c in self.layout.numbers}
+                found = ", ".join(f"{c} {v:.12g}" for c, v in values.items() if v == v)
                 self.bad_rows.add(int(batch.lines[i]), BadRow(rule.column, found, rule.rule))
             keep &= holds
         return keep

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from pathlib import Path
-from typing import get_args
+from typing import Any, get_args
 
 from traces.errors import TraceError
 from traces.readers import agentic, azure, burstgpt, dynamo, generic, mooncake, vidur, vllm_bench
@@ -18,6 +18,7 @@ from traces.readers.times import TimeUnit
 from traces.request import Trace
 
 LINES_TRIED = 100
+BYTES_TRIED = 1 << 18
 
 
 @dataclass(frozen=True, slots=True)
@@ -84,7 +85,7 @@ _JSONL: dict[str, _JsonFormat] = {
     ),
     dynamo.FORMAT: _JsonFormat(
         "NVIDIA Dynamo request trace: request_end events with measured times",
-        lambda head: dynamo.matches(head.first),
+        lambda head: dynamo.matches(head.sample),
         dynamo.read,
     ),
     generic.JSONL: _JsonFormat(
@@ -190,7 +191,7 @@ def _format_of(head: CsvHeader | JsonHead, options: Options) -> str:
 
 
 def _head(path: Path) -> CsvHeader | JsonHead:
-    """The header of a CSV file, or the first object of a JSON Lines file."""
+    """The header of a CSV file, or the first objects of a JSON Lines file."""
     stream = chunks(path)
     for chunk in stream:
         lines = chunk.data.split(b"\n", LINES_TRIED)
@@ -211,15 +212,20 @@ def _header_text(path: Path, text: bytes) -> str:
 
 
 def _json_head(path: Path, chunk: Chunk, lines: list[bytes], *, is_whole: bool) -> JsonHead:
-    """The first line that is an object; bad lines before it are for the reader to report."""
+    """The objects among the first lines; bad lines are for the reader to report."""
+    objects: list[dict[str, Any]] = []
+    num_bytes = 0
     first_bad: list[tuple[int, BadRow]] = []
     for i, text in enumerate(lines[:LINES_TRIED]):
-        if not text.strip():
+        if not text.strip() or (objects and num_bytes > BYTES_TRIED):
             continue
+        num_bytes += len(text)
         try:
-            return JsonHead(path, chunk.first_line + i, parsed_object(text))
+            objects.append(parsed_object(text))
         except BadRow as bad:
             first_bad.append((chunk.first_line + i, bad))
+    if objects:
+        return JsonHead(path, objects)
     document = not_lines(path, chunk.data) if is_whole else None
     if document is not None:
         raise document

@@ -7,13 +7,25 @@ which prompt and output tokens cannot both be found is refused, as is one with s
 from __future__ import annotations
 
 from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 
+import numpy as np
+from numpy.typing import NDArray
+
 from traces.errors import TraceError
+from traces.readers.assembly import Columns
 from traces.readers.csv_rows import CsvHeader, read_csv_columns
 from traces.readers.json_rows import JsonHead, read_json_columns
-from traces.readers.layout import Layout, Names, Options, canonical
+from traces.readers.layout import (
+    Layout,
+    Names,
+    Numbers,
+    Options,
+    RowRule,
+    canonical,
+    with_measured,
+)
 from traces.readers.times import without_unit
 from traces.request import Trace
 
@@ -43,6 +55,9 @@ _KNOWN = {
     "hash_ids": "hash_ids block_ids",
 }
 ROLES = tuple(_KNOWN)
+# Columns of exactly these names are taken as they are, in seconds.
+THINK = "think_s"
+MEASURED = ("ttft_s", "tpot_s", "queue_s", "e2e_s", "session_time_s")
 _SAID = {
     "prompt": "prompt tokens",
     "output": "output tokens",
@@ -51,7 +66,7 @@ _SAID = {
     "session": "session",
     "hash_ids": "block ids",
 }
-_MEASURED = ("prompt_time", "token_time", "e2e_time", "ttft", "tpot", "latency")
+_TIMINGS = ("prompt_time", "token_time", "e2e_time", "ttft", "tpot", "latency")
 
 
 @dataclass(frozen=True, slots=True)
@@ -76,8 +91,8 @@ def read_csv(header: CsvHeader, options: Options) -> Trace:
         if options.columns and "hash_ids" in options.columns:
             raise TraceError(f"{header.path}: block ids can be read from JSON Lines only, not CSV")
         notes = (*notes, f"column {blocks} was ignored: block ids cannot be read from CSV")
-    layout = _layout(CSV, parts.column_by_role, notes)
-    return read_csv_columns(header, layout, options).trace
+    layout = _layout(CSV, parts.column_by_role, notes, numbers=_found(header.names))
+    return _with_numbers(read_csv_columns(header, layout, options))
 
 
 def read_jsonl(head: JsonHead, options: Options) -> Trace:
@@ -93,9 +108,14 @@ def read_jsonl(head: JsonHead, options: Options) -> Trace:
         notes = (*notes, f"column {blocks} was ignored: block_tokens was not given")
         blocks = None
     layout = _layout(
-        JSONL, parts.column_by_role, notes, blocks=blocks, block_tokens=(size or 0) if blocks else 0
+        JSONL,
+        parts.column_by_role,
+        notes,
+        numbers=(THINK, *MEASURED),
+        blocks=blocks,
+        block_tokens=(size or 0) if blocks else 0,
     )
-    return read_json_columns(head, layout, options).trace
+    return _with_numbers(read_json_columns(head, layout, options))
 
 
 def check_readable(path: Path, names: Names) -> None:
@@ -126,6 +146,7 @@ def _layout(
     column_by_role: Mapping[str, str],
     notes: tuple[str, ...],
     *,
+    numbers: tuple[str, ...],
     blocks: str | None = None,
     block_tokens: int = 0,
 ) -> Layout:
@@ -138,8 +159,32 @@ def _layout(
         session_id=column_by_role.get("session"),
         block_ids=blocks,
         block_tokens=block_tokens,
+        numbers=numbers,
+        row_rules=tuple(_not_negative(column) for column in numbers),
         notes=notes,
     )
+
+
+def _found(names: Names) -> tuple[str, ...]:
+    return tuple(column for column in (THINK, *MEASURED) if names.spelled.count(column) == 1)
+
+
+def _not_negative(column: str) -> RowRule:
+    def holds(numbers: Numbers) -> NDArray[np.bool_]:
+        return ~(numbers[column] < 0)
+
+    return RowRule(column=column, rule=f"{column} must be >= 0", holds=holds)
+
+
+def _with_numbers(columns: Columns) -> Trace:
+    """The trace with the think and measured times of which any is known."""
+    known = {
+        column: values
+        for column, values in columns.numbers.items()
+        if not bool(np.isnan(values).all())
+    }
+    think_s = known.pop(THINK, None)
+    return replace(with_measured(columns.trace, **known), think_s=think_s)
 
 
 def _parts(path: Path, names: Names, given: Mapping[str, str]) -> _Parts:
@@ -173,7 +218,7 @@ def _refusal(names: Names, missing: list[str]) -> str:
     advice = ", ".join(f"{role}=NAME" for role in missing)
     if len(names.spelled) == 1:
         hint = "; fields must be separated by ',', ';' or a tab"
-    elif any(names.has(column) for column in _MEASURED):
+    elif any(names.has(column) for column in _TIMINGS):
         hint = "; this looks like a table of measured times, not of requests"
     else:
         hint = ""

@@ -7,7 +7,7 @@ with it. Both ways give the same rows; the tests compare them.
 from __future__ import annotations
 
 import json
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator, Mapping
 from pathlib import Path
 from typing import Any
 
@@ -26,20 +26,22 @@ _OBJECT_RULE = "a line must be one JSON object"
 
 
 class JsonHead:
-    """The first object of a JSON Lines file.
+    """What the first lines of a JSON Lines file hold.
 
     Attributes:
         path: The file.
-        line: Its line number, from 1.
-        first: The object.
-        names: Its keys.
+        sample: Key -> the first value that is not null, of the first objects.
+        names: The keys, in order of appearance.
     """
 
-    def __init__(self, path: Path, line: int, first: dict[str, Any]) -> None:
+    def __init__(self, path: Path, objects: Iterable[Mapping[str, Any]]) -> None:
         self.path = path
-        self.line = line
-        self.first = first
-        self.names = Names(path, first)
+        self.sample: dict[str, Any] = {}
+        for row in objects:
+            for key, value in row.items():
+                if self.sample.get(key) is None:
+                    self.sample[key] = value
+        self.names = Names(path, self.sample)
 
 
 def parsed_object(text: bytes) -> dict[str, Any]:
@@ -99,7 +101,7 @@ def read_json_columns(head: JsonHead, layout: Layout, options: Options) -> Colum
     bad_rows = BadRows(head.path, skip=options.skip_bad_rows)
     assembly = Assembly(head.path, layout, options, bad_rows, times)
     collector = json_collector(layout, times, blocks)
-    arrow = ArrowJson(head.first, layout, times, blocks)
+    arrow = ArrowJson(head.sample, layout, times, blocks)
     for chunk in chunks(head.path):
         whole = arrow.batch(chunk)
         if whole is not None:
