@@ -141,7 +141,7 @@ class TraceStatistics:
         plain = _json_ready(dataclasses.asdict(self))
         if not isinstance(plain, dict):
             raise TypeError("dataclass did not become a mapping")
-        return plain
+        return {**plain, "theta_tokens": self.theta_tokens, "theta_se": self.theta_se}
 
 
 def trace_statistics(trace: Trace) -> TraceStatistics:
