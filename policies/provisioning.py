@@ -14,7 +14,15 @@ from dataclasses import dataclass
 import numpy as np
 from numpy.typing import NDArray
 
-from models.attention_ffn import LevelPrediction, SlotMoments, predict, slot_moments
+from models.attention_ffn import (
+    LevelPrediction,
+    SlotMoments,
+    WorkerLoadLaw,
+    exact_law,
+    optimum,
+    predict,
+    slot_moments,
+)
 from models.bundle import Bundle
 from traces.lengths import LengthPairs
 
@@ -152,7 +160,10 @@ class Provisioning:
     ) -> ProvisionBundle:
         r_max = limits.r_max or automatic_r_max(lengths, bundle)
         ratios = np.arange(1, r_max + 1)
-        prediction = predict(lengths, bundle, ratios.tolist(), level=self.level)
+        load = exact_law(lengths, bundle.batch_per_worker) if self.level == "exact" else None
+        prediction = predict(
+            lengths, bundle, ratios, level=self.level, load=load, moments=moments
+        )
         allowed = _within_tpot(prediction, limits)
         if not bool(allowed.any()):
             raise InfeasibleError(
@@ -162,7 +173,9 @@ class Provisioning:
             )
         value = np.where(allowed, prediction.throughput_per_instance, -np.inf)
         best = int(np.argmax(value))
-        low, high = self._uncertain_optima(lengths, bundle, ratios, limits, moments, best)
+        low, high = self._uncertain_optima(
+            lengths, bundle, ratios, limits, moments, load, best
+        )
         binding = _binding(prediction, limits, best, bundle.batch_per_worker, batch_limit)
         return ProvisionBundle(
             attention_per_ffn=int(ratios[best]),
@@ -187,6 +200,7 @@ class Provisioning:
         ratios: NDArray[np.int64],
         limits: ProvisioningLimits,
         moments: SlotMoments,
+        load: WorkerLoadLaw | None,
         best: int,
     ) -> tuple[tuple[int, float], tuple[int, float]]:
         """(best ratio, regret of ours) when theta is two standard errors lower, and higher."""
@@ -196,7 +210,12 @@ class Provisioning:
         answers = []
         for shift_tokens in (-2.0 * moments.theta_se, 2.0 * moments.theta_se):
             shifted = predict(
-                lengths, shift_load(bundle, shift_tokens), ratios.tolist(), level=self.level
+                lengths,
+                shift_load(bundle, shift_tokens),
+                ratios,
+                level=self.level,
+                load=load,
+                moments=moments,
             )
             value = np.where(
                 _within_tpot(shifted, limits), shifted.throughput_per_instance, -np.inf

@@ -8,6 +8,7 @@ from __future__ import annotations
 import json
 import os
 import sys
+from enum import StrEnum
 from pathlib import Path
 from typing import Annotated, Any
 
@@ -16,6 +17,7 @@ import typer
 from models.scenario import Scenario
 from models.strict_tables import ScenarioError
 from traces.errors import TraceError
+from twin.trace_commands import trace_app
 
 app = typer.Typer(
     name="twin",
@@ -25,6 +27,31 @@ app = typer.Typer(
     pretty_exceptions_enable=False,
     rich_markup_mode="rich",
 )
+
+calibrate_app = typer.Typer(help="Fit cost models to measurements.", no_args_is_help=True)
+app.add_typer(calibrate_app, name="calibrate")
+app.add_typer(trace_app, name="trace")
+
+
+class Executor(StrEnum):
+    """Where the runs of a sweep are executed."""
+
+    PROCESSES = "processes"
+    RAY = "ray"
+
+
+class Validated(StrEnum):
+    """Published results that can be checked."""
+
+    AFD = "afd"
+
+
+class Transfer(StrEnum):
+    """Whose tokens a transfer carries."""
+
+    WORKER = "worker"
+    BUNDLE = "bundle"
+
 
 ScenarioArgument = Annotated[
     Path | None,
@@ -159,6 +186,136 @@ def theory(
         _print_json(summary)
     else:
         print_report(summary, make_console())
+
+
+@app.command()
+def sweep(
+    scenario: ScenarioArgument = None,
+    over: Annotated[
+        list[str] | None,
+        typer.Option("--over", help="Swept key: table.key=1..32, =1..32..4 or =a,b. Repeat it."),
+    ] = None,
+    trace: TraceOption = None,
+    settings: SetOption = None,
+    out: Annotated[
+        Path | None, typer.Option("--out", help="Sweep directory; an unfinished one goes on.")
+    ] = None,
+    jobs: Annotated[
+        int | None, typer.Option("--jobs", min=1, help="Parallel runs. Default: all cores.")
+    ] = None,
+    engine: Annotated[
+        Executor, typer.Option("--engine", help="Where runs are executed.")
+    ] = Executor.PROCESSES,
+    as_json: JsonOption = False,
+) -> None:
+    """A grid over any scenario keys: parallel, resumable, the same results on any executor."""
+    from models.scenario_file import scenario_tables
+    from twin.progress import progress_bar
+    from twin.report import make_console, print_sweep
+    from twin.sweep import parse_axis, run_sweep, sweep_rows
+
+    if not over:
+        raise ScenarioError("--over is missing: which key to sweep, e.g. attention_ffn.r=1..32")
+    axes = [parse_axis(text) for text in over]
+    tables = scenario_tables(_scenario(scenario, trace, settings, None))
+    target = out or Path("results") / ("sweep-" + "-".join(a.key.split(".")[-1] for a in axes))
+    with progress_bar() as on_progress:
+        try:
+            result = run_sweep(
+                tables, axes, target, jobs=jobs, engine=engine.value, on_progress=on_progress
+            )
+        except KeyboardInterrupt:
+            _complain(
+                f"interrupted: the finished points are in {target}/sweep.csv; "
+                "the same command goes on from there"
+            )
+            sys.exit(130)
+    rows = sweep_rows(result)
+    if as_json:
+        _print_json({"directory": str(target), "reused": result.reused, "rows": rows})
+        return
+    print_sweep(rows, [axis.key for axis in axes], make_console())
+    reused = f", {result.reused} of them from before" if result.reused else ""
+    _complain(f"written: {target}/ ({len(rows)} points{reused})")
+
+
+@app.command()
+def validate(
+    what: Annotated[Validated, typer.Argument(help="Which published results.")],
+    as_json: JsonOption = False,
+) -> None:
+    """A paper's printed table beside ours: each row reproduced or not, and why."""
+    from dataclasses import asdict
+
+    from twin.progress import progress_bar
+    from twin.report import make_console, print_validation
+    from twin.validation import validate_afd
+
+    with progress_bar() as on_progress:
+        rows = validate_afd(on_progress=on_progress)
+    if as_json:
+        _print_json([asdict(row) for row in rows])
+    else:
+        print_validation([asdict(row) for row in rows], make_console())
+
+
+@app.command()
+def replay(
+    log: Annotated[Path, typer.Argument(help="decisions.jsonl.gz, or a run directory.")],
+) -> None:
+    """Run a decision log through fresh policies; exit code 1 at the first different order."""
+    from twin.replay import replay_log
+
+    found = replay_log(log)
+    left_out = f" ({found.num_left_out:,} later calls are not in it)" if found.num_left_out else ""
+    if found.difference is None:
+        sys.stdout.write(f"{found.num_calls:,} calls, no difference{left_out}\n")
+        return
+    call = found.difference
+    sys.stdout.write(
+        f"call {call.n} ({call.policy}.{call.call} at {call.now:g} s) differs\n"
+        f"logged: {json.dumps(call.orders)}\nfresh:  {json.dumps(found.orders)}\n"
+    )
+    sys.exit(1)
+
+
+@calibrate_app.command("attention-ffn")
+def calibrate_attention_ffn(
+    measurements: Annotated[
+        Path, typer.Argument(help="CSV with columns stage, tokens, batch and seconds (or ms, us).")
+    ],
+    out: Annotated[Path | None, typer.Option("--out", help="Calibration file to write.")] = None,
+    name: Annotated[str, typer.Option(help="Name of the calibration.")] = "",
+    device: Annotated[str, typer.Option(help="What was measured.")] = "",
+    model: Annotated[str, typer.Option(help="Model whose layer was measured.")] = "",
+    num_layers: Annotated[int, typer.Option(min=1, help="Layers of the model.")] = 1,
+    communication: Annotated[
+        Transfer, typer.Option(help="Whose tokens a transfer's batch counts.")
+    ] = Transfer.WORKER,
+    as_json: JsonOption = False,
+) -> None:
+    """Fit the six latency coefficients to measured stage times."""
+    from models.calibration import fit_attention_ffn, save_calibration
+    from twin.report import make_console, print_calibration
+
+    found = fit_attention_ffn(
+        measurements,
+        name=name,
+        device=device,
+        model=model,
+        num_layers=num_layers,
+        communication=communication.value,
+    )
+    if out is not None:
+        save_calibration(found, out)
+    if as_json:
+        from dataclasses import asdict
+
+        _print_json(asdict(found))
+        return
+    print_calibration(found, make_console())
+    if out is not None:
+        _complain(f"written: {out} (use it with --set attention_ffn.calibration={out})")
 
 
 @app.command()

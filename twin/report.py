@@ -2,15 +2,18 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
-from typing import Any
+from collections.abc import Callable, Mapping, Sequence
+from typing import TYPE_CHECKING, Any
 
 from rich import box
-from rich.console import Console, Group
+from rich.console import Console, Group, RenderableType
 from rich.padding import Padding
 from rich.panel import Panel
 from rich.table import Table
 from rich.text import Text
+
+if TYPE_CHECKING:
+    from models.calibration import Calibration
 
 LEVEL_NAMES = {
     "mean_field": "mean field",
@@ -19,6 +22,8 @@ LEVEL_NAMES = {
     "exact": "exact",
 }
 PLAIN_WIDTH = 100
+
+Section = Callable[[Mapping[str, Any], bool], RenderableType]
 
 
 def make_console(width: int | None = None) -> Console:
@@ -32,22 +37,17 @@ def make_console(width: int | None = None) -> Console:
 def print_report(summary: Mapping[str, Any], console: Console) -> None:
     """Print every section of a run's summary that it has."""
     plain = not console.is_terminal
-    sections = [
-        _workload_table(summary, plain),
-        _answer(summary, plain),
-        _levels_table(summary, plain),
-    ]
-    for name, section in (
-        ("simulation", _simulation_table),
-        ("stragglers", _stragglers_table),
-        ("faults", _faults_table),
-        ("open_loop", _open_loop_table),
-    ):
-        if summary.get(name):
-            sections.append(section(summary, plain))
+    optional: dict[str, Section] = {
+        "simulation": _simulation_table,
+        "stragglers": _stragglers_table,
+        "faults": _faults_table,
+        "open_loop": _open_loop_table,
+    }
+    sections: list[Section] = [_workload_table, _answer, _levels_table]
+    sections += [section for name, section in optional.items() if summary.get(name)]
     console.print()
     for section in sections:
-        console.print(section)
+        console.print(section(summary, plain))
         console.print()
     print_warnings(summary.get("warnings", ()), console)
 
@@ -102,7 +102,7 @@ def with_interval(estimate: Mapping[str, Any] | None, scale: float = 1.0) -> str
     mean, half = scale * estimate["mean"], estimate["half_width"]
     if half is None:
         return rate(mean)
-    return f"{rate(mean)} ± {rate(scale * half)}"
+    return f"{rate(mean)} ± {scale * half:,.2g}"
 
 
 def _table(title: str, plain: bool, *columns: str) -> Table:
@@ -141,7 +141,7 @@ def _workload_table(summary: Mapping[str, Any], plain: bool) -> Table:
         )
     theta = count(summary["theta_tokens"], 1)
     if summary["theta_se"] is not None:
-        theta += f" ± {summary['theta_se']:.2g} (one standard error)"
+        theta += f" ± {summary['theta_se']:.3g} (one standard error)"
     table.add_row(
         "slot load",
         f"theta {theta}, nu {count(summary['nu_tokens'], 1)}, skew {summary['skew']:.3g}",
@@ -234,6 +234,8 @@ def _levels_table(summary: Mapping[str, Any], plain: bool) -> Table:
         "tokens/s: per instance, as the level itself predicts; regret: throughput lost by its r, "
         "measured by the exact level"
     )
+    if summary["recommendation"]["binding"]:
+        table.caption += ". Levels do not know the limits; the answer above does"
     table.caption_justify = "left"
     return table
 
@@ -392,3 +394,80 @@ def _open_loop_facts(run: Mapping[str, Any]) -> list[tuple[str, str]]:
     if run.get("retries"):
         facts.append(("retries", count(run["retries"])))
     return facts
+
+
+# --- other commands ---------------------------------------------------------------------------
+
+
+def print_sweep(rows: Sequence[Mapping[str, Any]], keys: Sequence[str], console: Console) -> None:
+    """One line a finished point of a sweep."""
+    table = _table(
+        "Sweep",
+        not console.is_terminal,
+        *keys,
+        *("r", "B", "theory", "twin, tokens/s", "TPOT", "A idle", "F idle"),
+    )
+    for row in rows:
+        settings = [str(row[key]) for key in keys]
+        if row["infeasible"]:
+            table.add_row(*settings, "-", Text(str(row["infeasible"]), style="yellow"))
+            continue
+        twin = {
+            "mean": row["tokens_per_s_per_instance"],
+            "half_width": row["tokens_per_s_half_width"],
+        }
+        table.add_row(
+            *settings,
+            str(row["r"]),
+            str(row["batch_per_worker"]),
+            rate(row["predicted_tokens_per_s_per_instance"]),
+            with_interval(twin) if twin["mean"] != "" else "-",
+            duration(row["tpot_s"]),
+            percent(row["attention_idle"], 1),
+            percent(row["ffn_idle"], 1),
+        )
+    console.print(table)
+
+
+def print_validation(rows: Sequence[Mapping[str, Any]], console: Console) -> None:
+    """A paper's table beside ours."""
+    table = _table(
+        "arXiv 2601.21351, DeepSeek-V3 on Ascend 910C",
+        not console.is_terminal,
+        *("", "result", "printed", "ours", "reproduced"),
+    )
+    table.columns[1].justify = "left"
+    reasons = Table.grid(padding=(0, 1))
+    reasons.add_column(justify="right")
+    reasons.add_column(overflow="fold")
+    for number, row in enumerate(rows, start=1):
+        done = row["is_reproduced"]
+        verdict = Text("yes" if done else "no", style="green" if done else "bold yellow")
+        table.add_row(str(number), row["result"], row["printed"], row["ours"], verdict)
+        reasons.add_row(f"{number}.", row["why"])
+    console.print(table)
+    console.print(reasons)
+
+
+def print_calibration(calibration: Calibration, console: Console) -> None:
+    """Fitted coefficients, how well each line fits, and where it was measured."""
+    table = _table(
+        f"Calibration {calibration.name}",
+        not console.is_terminal,
+        *("stage", "alpha", "beta", "points", "worst error", "R2", "range"),
+    )
+    c = calibration.coefficients
+    for stage, fit in calibration.fits.items():
+        alpha, beta = getattr(c, f"alpha_{stage}"), getattr(c, f"beta_{stage}")
+        table.add_row(
+            stage,
+            f"{duration(alpha)} / {'token' if stage == 'attention' else 'slot'}",
+            duration(beta),
+            str(fit.points),
+            percent(fit.max_relative_error, 1),
+            f"{fit.r2:.4f}",
+            f"{fit.min_load:,.0f}..{fit.max_load:,.0f} {fit.quantity}",
+        )
+    console.print(table)
+    warnings = [f"{s}: {fit.warning}" for s, fit in calibration.fits.items() if fit.warning]
+    print_warnings([*warnings, *calibration.notes], console)

@@ -11,6 +11,7 @@ import hashlib
 import io
 import itertools
 import json
+import logging
 import os
 import signal
 from collections.abc import Callable, Iterator, Mapping, Sequence
@@ -252,7 +253,9 @@ def _ray_results(
         ) from None
     started_here = not ray.is_initialized()
     if started_here:
-        ray.init(num_cpus=jobs, include_dashboard=False, log_to_driver=False, logging_level="error")
+        ray.init(
+            num_cpus=jobs, include_dashboard=False, log_to_driver=False, logging_level=logging.ERROR
+        )
     try:
         task = ray.remote(num_cpus=1)(run_point)
         waiting = {task.remote(point.tables): point for point in points}
