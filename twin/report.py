@@ -38,12 +38,12 @@ def print_report(summary: Mapping[str, Any], console: Console) -> None:
     """Print every section of a run's summary that it has."""
     plain = not console.is_terminal
     optional: dict[str, Section] = {
-        "simulation": _simulation_table,
-        "stragglers": _stragglers_table,
-        "faults": _faults_table,
-        "open_loop": _open_loop_table,
+        "simulation": simulation_table,
+        "stragglers": stragglers_table,
+        "faults": faults_table,
+        "open_loop": open_loop_table,
     }
-    sections: list[Section] = [_workload_table, _answer, _levels_table]
+    sections: list[Section] = [workload_table, _answer, levels_table]
     sections += [section for name, section in optional.items() if summary.get(name)]
     console.print()
     for section in sections:
@@ -122,7 +122,8 @@ def _table(title: str, plain: bool, *columns: str) -> Table:
 # --- sections ---------------------------------------------------------------------------------
 
 
-def _workload_table(summary: Mapping[str, Any], plain: bool) -> Table:
+def workload_table(summary: Mapping[str, Any], plain: bool) -> Table:
+    """What was asked: workload, slot load, latency model, bundle."""
     workload, bundle = summary["workload"], summary["bundle"]
     table = _table("What was asked", plain, "", "")
     table.show_header = False
@@ -162,7 +163,7 @@ def _workload_table(summary: Mapping[str, Any], plain: bool) -> Table:
 
 def _answer(summary: Mapping[str, Any], plain: bool) -> Panel:
     best, layers = summary["recommendation"], summary["bundle"]["num_layers"]
-    lines = [Text.assemble((f"r = {best['r']}", "bold green"), " ", _headline(best))]
+    lines = [Text.assemble((f"r = {best['r']}", "bold green"), " ", headline(best))]
     lines.append(
         Text(
             f"{rate(best['throughput_per_instance'] / layers)} tokens/s per instance, "
@@ -177,7 +178,7 @@ def _answer(summary: Mapping[str, Any], plain: bool) -> Panel:
             f"FFN {percent(best['ffn_idle'], 1)}"
         )
     )
-    lines.append(Text(_how_sure(best)))
+    lines.append(Text(how_sure(best)))
     if best["binding"]:
         lines.append(Text("held back by " + ", ".join(best["binding"]), style="yellow"))
     return Panel(
@@ -189,7 +190,8 @@ def _answer(summary: Mapping[str, Any], plain: bool) -> Panel:
     )
 
 
-def _headline(best: Mapping[str, Any]) -> str:
+def headline(best: Mapping[str, Any]) -> str:
+    """Why the ratio in use is what it is: the rest of the sentence "r = ..."."""
     if best["is_given"]:
         if best["r"] == best["best_r"]:
             return "was given, and is the best ratio"
@@ -199,7 +201,8 @@ def _headline(best: Mapping[str, Any]) -> str:
     return f"is the best ratio by the {LEVEL_NAMES[best['level']]} level"
 
 
-def _how_sure(best: Mapping[str, Any]) -> str:
+def how_sure(best: Mapping[str, Any]) -> str:
+    """What a neighbour of the best ratio costs, and where sampling error may move it."""
     sides = [
         f"r {sign} 1 costs {percent(best[name])}"
         for sign, name in (("-", "regret_one_less"), ("+", "regret_one_more"))
@@ -217,7 +220,8 @@ def _how_sure(best: Mapping[str, Any]) -> str:
     )
 
 
-def _levels_table(summary: Mapping[str, Any], plain: bool) -> Table:
+def levels_table(summary: Mapping[str, Any], plain: bool) -> Table:
+    """The four levels of theory, each at its own best ratio."""
     table = _table(
         "Theory at four levels", plain, "level", "best r", "real r", "cycle", "tokens/s", "regret"
     )
@@ -240,7 +244,8 @@ def _levels_table(summary: Mapping[str, Any], plain: bool) -> Table:
     return table
 
 
-def _simulation_table(summary: Mapping[str, Any], plain: bool) -> Table:
+def simulation_table(summary: Mapping[str, Any], plain: bool) -> Table:
+    """Theory beside the twin, one row a simulated ratio."""
     simulation, layers = summary["simulation"], summary["bundle"]["num_layers"]
     table = _table(
         f"Theory against the simulated twin ({simulation['engine']} engine)",
@@ -284,7 +289,8 @@ def _simulation_caption(simulation: Mapping[str, Any]) -> str:
     return text + "."
 
 
-def _stragglers_table(summary: Mapping[str, Any], plain: bool) -> Table:
+def stragglers_table(summary: Mapping[str, Any], plain: bool) -> Table:
+    """What each routing policy makes of the slowest worker."""
     stragglers, layers = summary["stragglers"], summary["bundle"]["num_layers"]
     table = _table(
         f"Stragglers at r = {stragglers['r']}: who refills a free slot",
@@ -315,7 +321,8 @@ def _stragglers_table(summary: Mapping[str, Any], plain: bool) -> Table:
     return table
 
 
-def _faults_table(summary: Mapping[str, Any], plain: bool) -> Table:
+def faults_table(summary: Mapping[str, Any], plain: bool) -> Table:
+    """The ratio in use with and without the scenario's faults."""
     faults, layers = summary["faults"], summary["bundle"]["num_layers"]
     table = _table(
         f"Faults at r = {faults['r']}", plain, "", "cycle a layer", "tokens/s per instance"
@@ -333,7 +340,8 @@ def _faults_table(summary: Mapping[str, Any], plain: bool) -> Table:
     return table
 
 
-def _open_loop_table(summary: Mapping[str, Any], plain: bool) -> Group:
+def open_loop_table(summary: Mapping[str, Any], plain: bool) -> Group:
+    """Latencies of an open-loop run, and the facts beside them."""
     run = summary["open_loop"]
     table = _table(
         f"Open loop at r = {run['r']}: {count(run['injected'])} requests",
