@@ -192,7 +192,8 @@ def _open(
     except (urllib.error.URLError, OSError, http.client.HTTPException) as error:
         reason = getattr(error, "reason", None) or error
         raise FetchError(
-            f"{url}: no connection ({_one_line(reason)}); {manual_way(entry, target)}"
+            f"{url}: cannot be reached, perhaps this machine is offline ({_one_line(reason)}); "
+            f"{manual_way(entry, target)}"
         ) from error
     return response
 

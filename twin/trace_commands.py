@@ -74,11 +74,11 @@ def stats(
         for file, folder in zip(files, folders, strict=True):
             trace = _read(file, options)
             found = trace_statistics(trace)
-            if not as_json:
-                print_statistics(found, make_console())
             if folder is not None:
                 _write_pictures(trace, found.as_dict(), folder)
                 sys.stderr.write(f"written: {folder}/\n")
+            if not as_json:
+                print_statistics(found, make_console())
             reports.append(found.as_dict())
         if as_json:
             _print_json(reports[0] if len(reports) == 1 else reports)
