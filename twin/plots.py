@@ -7,6 +7,7 @@ from collections.abc import Mapping
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
+from numpy.typing import NDArray
 
 if TYPE_CHECKING:
     from matplotlib.axes import Axes
@@ -137,6 +138,18 @@ def idle_figure(summary: Mapping[str, Any]) -> Figure:
     return figure
 
 
+def barrier_points(
+    summary: Mapping[str, Any],
+) -> tuple[NDArray[np.float64], NDArray[np.float64]]:
+    """Simulated cycle over the mean-field cycle, minus 1: means and half widths by point."""
+    points = _points(summary)
+    mean_field = summary["levels"]["mean_field"]["curve"]["cycle_s"]
+    base = np.asarray([mean_field[p["r"] - 1] for p in points])
+    mean = np.asarray([p["cycle_s"]["mean"] for p in points])
+    half_width = np.asarray([p["cycle_s"]["half_width"] for p in points], dtype=np.float64)
+    return mean / base - 1.0, half_width / base
+
+
 def barrier_figure(summary: Mapping[str, Any]) -> Figure:
     """What waiting for the slowest worker adds to the cycle, against r."""
     figure, axes = _new(
@@ -144,7 +157,6 @@ def barrier_figure(summary: Mapping[str, Any]) -> Figure:
         "attention workers per FFN server, r",
         "cycle longer than with equal loads",
     )
-    mean_field = np.asarray(summary["levels"]["mean_field"]["curve"]["cycle_s"])
     for name, level in summary["levels"].items():
         if name == "mean_field":
             continue
@@ -158,11 +170,11 @@ def barrier_figure(summary: Mapping[str, Any]) -> Figure:
         )
     points = _points(summary)
     if points:
-        base = mean_field[[p["r"] - 1 for p in points]]
+        overhead, half_width = barrier_points(summary)
         axes.errorbar(
             [p["r"] for p in points],
-            np.asarray([p["cycle_s"]["mean"] for p in points]) / base - 1.0,
-            yerr=np.asarray([p["cycle_s"]["half_width"] for p in points]) / base,
+            overhead,
+            yerr=half_width,
             fmt="o",
             ms=4,
             capsize=3,
