@@ -11,6 +11,8 @@ from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
+from twin.trace_input import input_errors, read_file, read_options
+
 if TYPE_CHECKING:
     from traces.request import Trace
 
@@ -67,12 +69,12 @@ def stats(
     from twin.report import make_console
     from twin.trace_report import print_statistics
 
-    with _input_errors():
-        options = _read_options(format_name, columns, time_unit, skip_bad_rows, block_tokens)
+    with input_errors():
+        options = read_options(format_name, columns, time_unit, skip_bad_rows, block_tokens)
         folders = _picture_folders(files, out)
         reports = []
         for file, folder in zip(files, folders, strict=True):
-            trace = _read(file, options)
+            trace = read_file(file, options)
             found = trace_statistics(trace)
             if folder is not None:
                 _write_pictures(trace, found.as_dict(), folder)
@@ -110,7 +112,7 @@ def fetch(
     from twin.report import make_console
     from twin.trace_report import print_catalog
 
-    with _input_errors():
+    with input_errors():
         known = load_catalog(catalog)
         if name is None or show_list:
             if as_json:
@@ -150,9 +152,9 @@ def convert(
     """Write a trace in plain columns: arrival_s, prompt_tokens, output_tokens and what there is."""
     from traces.writer import write_trace
 
-    with _input_errors():
-        options = _read_options(format_name, columns, time_unit, skip_bad_rows, block_tokens)
-        trace = _read(source, options)
+    with input_errors():
+        options = read_options(format_name, columns, time_unit, skip_bad_rows, block_tokens)
+        trace = read_file(source, options)
         _say_written(trace, target, (*write_trace(trace, target), *_skipped(trace)))
 
 
@@ -190,7 +192,7 @@ def generate(
     from traces.writer import write_trace
     from twin.trace_generation import generate_trace
 
-    with _input_errors():
+    with input_errors():
         trace = generate_trace(lengths, arrivals, num_requests=num_requests, seed=seed)
         _say_written(trace, target, write_trace(trace, target))
 
@@ -219,7 +221,7 @@ def servegen(
     from traces.writer import write_trace
     from twin.trace_generation import servegen_trace
 
-    with _input_errors():
+    with input_errors():
         trace = servegen_trace(
             source,
             seed=seed,
@@ -230,69 +232,6 @@ def servegen(
         )
         lost = (*write_trace(trace, target), *_skipped(trace), *trace.notes)
         _say_written(trace, target, lost)
-
-
-@contextmanager
-def _input_errors() -> Iterator[None]:
-    """Bad input ends with one message and exit code 2."""
-    try:
-        yield
-    except (ValueError, OSError) as error:
-        if not _is_about_input(error):
-            raise
-        sys.stderr.write(f"error: {error}\n")
-        raise typer.Exit(2) from None
-
-
-def _is_about_input(error: Exception) -> bool:
-    from traces.errors import TraceError
-    from twin.fetch_catalog import FetchError
-    from twin.trace_generation import GenerationError
-
-    return isinstance(error, TraceError | FetchError | GenerationError)
-
-
-def _read_options(
-    format_name: str,
-    columns: list[str] | None,
-    time_unit: str | None,
-    skip_bad_rows: bool,
-    block_tokens: int | None,
-) -> dict[str, Any]:
-    """Keyword arguments of ``read_trace``."""
-    return {
-        "format": format_name,
-        "columns": _column_map(columns or []),
-        "time_unit": time_unit,
-        "skip_bad_rows": skip_bad_rows,
-        "block_tokens": block_tokens,
-    }
-
-
-def _column_map(given: list[str]) -> dict[str, str] | None:
-    from traces.errors import TraceError
-
-    mapping: dict[str, str] = {}
-    for text in ",".join(given).split(",") if given else []:
-        role, sign, column = text.partition("=")
-        if not (role.strip() and sign and column.strip()):
-            raise TraceError(f"--columns must be role=NAME, found {text!r}")
-        if role.strip() in mapping:
-            raise TraceError(f"--columns names the role {role.strip()!r} twice")
-        mapping[role.strip()] = column.strip()
-    return mapping or None
-
-
-def _read(file: Path, options: Mapping[str, Any]) -> Trace:
-    from traces.errors import TraceError
-    from traces.readers import read_trace
-    from traces.workloads import BUNDLED
-
-    if str(file) in BUNDLED and not file.exists():
-        raise TraceError(
-            f"{file}: a bundled workload, not a file; `twin trace generate` makes one from it"
-        )
-    return read_trace(file, **options)
 
 
 def _skipped(trace: Trace) -> tuple[str, ...]:
