@@ -171,8 +171,8 @@ def _real_optimum(bundle: Bundle, lines: tuple[StageLine, ...]) -> float:
         if one.slope_s != other.slope_s:
             slope = one.slope_s - other.slope_s
             candidates.append((other.intercept_s - one.intercept_s) / slope)
-    positive = [r for r in candidates if r > 0.0]
-    return min(positive, key=lambda r: _price_per_token(bundle, lines, r), default=0.0)
+    possible = [r for r in candidates if 0.0 < r < math.inf]
+    return min(possible, key=lambda r: _price_per_token(bundle, lines, r), default=0.0)
 
 
 def _whole_optimum(
