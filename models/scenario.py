@@ -304,6 +304,10 @@ class Scenario:
 
     def __post_init__(self) -> None:
         if self.run.mode == "saturated":
+            if self.run.replications < 2:
+                raise ScenarioError(
+                    "[run] replications: a saturated run needs at least 2 for an interval, found 1"
+                )
             for name, given in (
                 ("[slo]", self.slo != Slo()),
                 ("[prefill]", self.prefill != Prefill()),

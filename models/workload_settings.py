@@ -158,15 +158,38 @@ ArrivalSettings = TraceArrivals | PoissonArrivals | GammaArrivals | OnOffArrival
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
+class ServegenWindow:
+    """Which span of ServeGen client statistics becomes requests.
+
+    Attributes:
+        start_s: Begin of the span, on the clock of the files.
+        duration_s: Its length.
+        rate_scale: Factor on every client's rate.
+    """
+
+    start_s: float = 0.0
+    duration_s: float = 60.0
+    rate_scale: float = 1.0
+
+    def __post_init__(self) -> None:
+        require_not_negative("workload.servegen", start_s=self.start_s)
+        require_positive(
+            "workload.servegen", duration_s=self.duration_s, rate_scale=self.rate_scale
+        )
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
 class Workload:
     """Where requests come from.
 
     Attributes:
-        trace: A bundled workload's name or a file's path; None when ``lengths`` is given.
+        trace: A bundled workload's name, a file's path, or a folder of ServeGen client
+            statistics; None when ``lengths`` is given.
         format: Format of the file, or ``auto``.
         columns: For generic files: ``arrival``, ``prompt``, ``output`` -> column name.
         time_unit: Unit of arrival times where the file does not say.
         skip_bad_rows: Leave rows out that break a rule (and report them) instead of stopping.
+        servegen: Span to draw, where ``trace`` is a folder of ServeGen client statistics.
         lengths: A length law, instead of a trace.
         arrivals: Arrival process of an open-loop run; None: the trace's own times.
         num_requests: How many requests an open-loop run serves; None: as many as the trace has.
@@ -177,6 +200,7 @@ class Workload:
     columns: Mapping[str, str] = field(default_factory=dict)
     time_unit: Literal["s", "ms", "us", "ns"] | None = None
     skip_bad_rows: bool = False
+    servegen: ServegenWindow | None = None
     lengths: LengthSettings | None = None
     arrivals: ArrivalSettings | None = None
     num_requests: int | None = None
@@ -188,11 +212,15 @@ class Workload:
                 "[workload.lengths], " + ("found neither" if self.trace is None else "found both")
             )
         if self.lengths is not None and (
-            self.format != "auto" or self.columns or self.time_unit or self.skip_bad_rows
+            self.format != "auto"
+            or self.columns
+            or self.time_unit
+            or self.skip_bad_rows
+            or self.servegen
         ):
             raise ScenarioError(
-                "[workload] format, columns, time_unit and skip_bad_rows are about a trace file; "
-                "remove them or give [workload] trace"
+                "[workload] format, columns, time_unit, skip_bad_rows and servegen are about a "
+                "trace; remove them or give [workload] trace"
             )
         if self.lengths is not None and isinstance(self.arrivals, TraceArrivals):
             raise ScenarioError(

@@ -116,7 +116,15 @@ def _scenario(
     tables: dict[str, Any] = {} if path is None else read_toml(path)
     if trace is not None:
         workload = tables.get("workload", {})
-        kept = ("arrivals", "num_requests", "skip_bad_rows", "format", "columns", "time_unit")
+        kept = (
+            "arrivals",
+            "num_requests",
+            "skip_bad_rows",
+            "format",
+            "columns",
+            "time_unit",
+            "servegen",
+        )
         if isinstance(workload, dict):
             workload = {key: value for key, value in workload.items() if key in kept}
         tables["workload"] = {**workload, "trace": trace}
@@ -181,7 +189,8 @@ def theory(
     from twin.workload import resolve_workload
 
     question = _scenario(scenario, trace, settings, None)
-    summary = theory_summary(solve_theory(question, resolve_workload(question.workload)))
+    workload = resolve_workload(question.workload, seed=question.run.seed)
+    summary = theory_summary(solve_theory(question, workload))
     if as_json:
         _print_json(summary)
     else:

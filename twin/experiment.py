@@ -12,9 +12,11 @@ from models.strict_tables import ScenarioError
 from traces.decisions import DecisionLog
 from traces.record import Columns
 from twin.environment import commit, versions
+from twin.faults import require_fits
+from twin.kernel import is_available
 from twin.open_loop_experiment import run_open_loop
 from twin.saturated_run import SaturatedRun
-from twin.simulation import Simulator, simulated_ratios
+from twin.simulation import Simulator, fault_events, simulated_ratios
 from twin.stages import StageInterval
 from twin.theory import Theory, solve_theory, theory_summary
 from twin.workload import ResolvedWorkload, resolve_workload
@@ -76,7 +78,7 @@ def run_experiment(
         ScenarioError: If the scenario and its workload do not fit together.
         InfeasibleError: If the limits cannot be met.
     """
-    workload = workload or resolve_workload(scenario.workload)
+    workload = workload or resolve_workload(scenario.workload, seed=scenario.run.seed)
     log = DecisionLog(max_calls=scenario.run.decision_log_calls)
     theory = solve_theory(scenario, workload, log)
     _require_workers(scenario, theory.r)
@@ -148,6 +150,15 @@ def _simulate(
 
 
 def _ratios(theory: Theory) -> list[int]:
+    """The ratios to simulate, after the checks that need numba's presence and r."""
+    if theory.scenario.run.engine == "compiled" and not is_available():
+        raise ScenarioError(
+            "[run] engine: 'compiled' needs numba: pip install 'serving-twin[fast]'"
+        )
+    try:
+        require_fits(fault_events(theory.scenario.faults), theory.r)
+    except ValueError as error:
+        raise ScenarioError(f"[[faults]] {error}") from error
     try:
         return simulated_ratios(theory)
     except ValueError as error:

@@ -203,6 +203,42 @@ def replications(values: ArrayLike, *, confidence: float = 0.95) -> Estimate:
     )
 
 
+def ratio_replications(
+    numerator: ArrayLike, denominator: ArrayLike, *, confidence: float = 0.95
+) -> Estimate:
+    """A rate over independent runs as a ratio of sums: the mean of their rates would be biased.
+
+    Args:
+        numerator: [k] one sum a run, e.g. tokens; k >= 2.
+        denominator: [k] e.g. seconds, of positive sum.
+        confidence: In (0, 1).
+
+    Raises:
+        ValueError: If there are fewer, one is not finite, or the lengths differ.
+
+    Source:
+        Cochran, "Sampling Techniques", 3rd ed., 6.3.
+    """
+    above = _series(numerator, "numerator", at_least=2)
+    below = _series(denominator, "denominator", at_least=2)
+    if len(above) != len(below):
+        raise ValueError(
+            f"numerator and denominator differ in length: {len(above)} and {len(below)}"
+        )
+    mean = float(above.sum()) / float(below.sum())
+    num = len(above)
+    spread = math.sqrt(float(((above - mean * below) ** 2).sum()) / (num * (num - 1)))
+    standard_error = spread / float(below.mean())
+    return Estimate(
+        mean=mean,
+        half_width=_student_t(_confidence(confidence), num - 1) * standard_error,
+        standard_error=standard_error,
+        confidence=confidence,
+        num_samples=num,
+        method="ratio of replications",
+    )
+
+
 def _student_t(confidence: float, degrees: int) -> float:
     """Half-width of the central interval of Student's t, in standard errors."""
     return float(stdtrit(degrees, 0.5 + 0.5 * confidence))

@@ -18,7 +18,7 @@ from policies.provisioning import shift_load
 from twin.bundle import simulate_saturated
 from twin.comparisons import not_worse_than_best, paired_difference
 from twin.faults import Fault, JitteryWorker, LostWorker, PauseWorker, SlowWorker
-from twin.output_statistics import Estimate, replications
+from twin.output_statistics import Estimate, ratio_replications, replications
 from twin.saturated_run import SaturatedRun
 from twin.theory import Theory
 
@@ -49,11 +49,28 @@ class SaturatedPoint:
         """One number a replication."""
         return np.asarray([getattr(run, name) for run in self.runs], dtype=np.float64)
 
+    def sums(self, name: str) -> NDArray[np.float64]:
+        """Sum over the cycles of each replication."""
+        return np.asarray([getattr(run, name).sum() for run in self.runs], dtype=np.float64)
+
     @property
-    def load_overhead(self) -> NDArray[np.float64]:
-        """Per replication: load of the slowest worker over the mean load, minus 1."""
+    def tokens(self) -> NDArray[np.float64]:
+        """Tokens made, per replication."""
+        return self.sums("live_slots")
+
+    @property
+    def priced_s(self) -> NDArray[np.float64]:
+        """Seconds per layer times the price of the bundle, per replication."""
+        return self.sums("cycle_s") * self.runs[0].bundle.price(self.r)
+
+    @property
+    def attention_work_s(self) -> NDArray[np.float64]:
+        """Attention seconds of the mean worker, lost ones idle, per replication."""
         return np.asarray(
-            [run.max_load_tokens.mean() / run.mean_load_tokens.mean() - 1.0 for run in self.runs]
+            [
+                float((run.attention_mean_s * run.workers_present).sum()) / self.r
+                for run in self.runs
+            ]
         )
 
 
@@ -161,7 +178,8 @@ class Simulator:
         }
 
     def _point_summary(self, point: SaturatedPoint, predicted: float) -> dict[str, Any]:
-        twin = self._estimate(point.values("throughput_per_instance"))
+        twin = self._ratio(point.tokens, point.priced_s)
+        cycles_s = point.sums("cycle_s")
         return {
             "r": point.r,
             "predicted_throughput_per_instance": float(predicted),
@@ -170,10 +188,10 @@ class Simulator:
             "difference_half_width": float(predicted * twin.half_width / twin.mean**2),
             "cycle_s": self._summary(point.values("mean_cycle_s")),
             "tpot_s": self._summary(point.values("tpot_s")),
-            "attention_idle": self._summary(point.values("attention_idle")),
-            "ffn_idle": self._summary(point.values("ffn_idle")),
-            "barrier_share": self._summary(point.values("barrier_wait_share")),
-            "load_overhead": self._summary(point.load_overhead),
+            "attention_idle": self._ratio_summary(cycles_s - point.attention_work_s, cycles_s),
+            "ffn_idle": self._ratio_summary(cycles_s - point.sums("ffn_s"), cycles_s),
+            "barrier_share": self._ratio_summary(_barrier_wait_s(point), cycles_s),
+            "load_overhead": self._load_overhead(point),
             "replications": len(point.runs),
             "num_cycles": point.runs[0].num_cycles,
             "completed_requests": sum(run.completed_requests for run in point.runs),
@@ -199,10 +217,8 @@ class Simulator:
             rows.append(
                 {
                     "policy": policy,
-                    "overhead": self._summary(point.load_overhead),
-                    "throughput_per_instance": self._summary(
-                        point.values("throughput_per_instance")
-                    ),
+                    "overhead": self._load_overhead(point),
+                    "throughput_per_instance": self._ratio_summary(point.tokens, point.priced_s),
                     "gain": gain,
                 }
             )
@@ -230,8 +246,8 @@ class Simulator:
     def _fault_side(self, point: SaturatedPoint) -> dict[str, Any]:
         return {
             "cycle_s": self._summary(point.values("mean_cycle_s")),
-            "throughput_per_instance": self._summary(point.values("throughput_per_instance")),
-            "barrier_share": self._summary(point.values("barrier_wait_share")),
+            "throughput_per_instance": self._ratio_summary(point.tokens, point.priced_s),
+            "barrier_share": self._ratio_summary(_barrier_wait_s(point), point.sums("cycle_s")),
         }
 
     def load_distribution(self, bins: int = 60) -> dict[str, Any]:
@@ -264,11 +280,23 @@ class Simulator:
             "verdict": difference.verdict,
         }
 
-    def _estimate(self, values: NDArray[np.float64]) -> Estimate:
-        return replications(values, confidence=self.theory.scenario.run.confidence)
-
     def _summary(self, values: NDArray[np.float64]) -> dict[str, Any]:
-        return estimate_summary(self._estimate(values))
+        confidence = self.theory.scenario.run.confidence
+        return estimate_summary(replications(values, confidence=confidence))
+
+    def _ratio(self, above: NDArray[np.float64], below: NDArray[np.float64]) -> Estimate:
+        confidence = self.theory.scenario.run.confidence
+        return ratio_replications(above, below, confidence=confidence)
+
+    def _ratio_summary(
+        self, above: NDArray[np.float64], below: NDArray[np.float64]
+    ) -> dict[str, Any]:
+        return estimate_summary(self._ratio(above, below))
+
+    def _load_overhead(self, point: SaturatedPoint) -> dict[str, Any]:
+        """Load of the slowest worker over the mean load, minus 1."""
+        mean = point.sums("mean_load_tokens")
+        return self._ratio_summary(point.sums("max_load_tokens") - mean, mean)
 
 
 def estimate_summary(estimate: Estimate) -> dict[str, Any]:
@@ -279,6 +307,10 @@ def estimate_summary(estimate: Estimate) -> dict[str, Any]:
         "standard_error": estimate.standard_error,
         "num_samples": estimate.num_samples,
     }
+
+
+def _barrier_wait_s(point: SaturatedPoint) -> NDArray[np.float64]:
+    return point.sums("attention_max_s") - point.sums("attention_mean_s")
 
 
 def relative_error(values: Sequence[float]) -> float:

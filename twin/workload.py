@@ -3,12 +3,14 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
+from pathlib import Path
 from typing import Any, Literal, cast
 
 import numpy as np
 from numpy.typing import NDArray
 
+from models.streams import stream
 from models.strict_tables import ScenarioError
 from models.workload_settings import (
     ArrivalSettings,
@@ -19,6 +21,7 @@ from models.workload_settings import (
     LognormalLengths,
     OnOffArrivals,
     PoissonArrivals,
+    ServegenWindow,
     TraceArrivals,
     Workload,
 )
@@ -110,14 +113,22 @@ class ResolvedWorkload:
         )
 
 
-def resolve_workload(settings: Workload) -> ResolvedWorkload:
+def resolve_workload(settings: Workload, *, seed: int) -> ResolvedWorkload:
     """Read the trace, or build the length law, that ``settings`` names.
+
+    Args:
+        settings: The scenario's table.
+        seed: Of the named random streams; only ServeGen statistics need one.
 
     Raises:
         TraceError: If a trace file breaks a rule.
+        ScenarioError: If a setting does not fit what ``trace`` is, or a law cannot be built.
     """
     if settings.lengths is not None:
-        law = _length_law(settings.lengths)
+        try:
+            law = _length_law(settings.lengths)
+        except ValueError as error:
+            raise ScenarioError(f"[workload.lengths] {error}") from error
         return ResolvedWorkload(
             name=settings.lengths.kind,
             source=f"length law {law.name or settings.lengths.kind}",
@@ -129,15 +140,7 @@ def resolve_workload(settings: Workload) -> ResolvedWorkload:
     name = cast(str, settings.trace)
     if name in BUNDLED:
         return _bundled(name, settings)
-    from traces.readers import read_trace
-
-    trace = read_trace(
-        name,
-        format=settings.format,
-        columns=dict(settings.columns) or None,
-        time_unit=settings.time_unit,
-        skip_bad_rows=settings.skip_bad_rows,
-    )
+    trace = _servegen(name, settings, seed) if Path(name).is_dir() else _read(name, settings)
     return ResolvedWorkload(
         name=trace.name,
         source=trace.source,
@@ -150,18 +153,48 @@ def resolve_workload(settings: Workload) -> ResolvedWorkload:
     )
 
 
+def _read(name: str, settings: Workload) -> Trace:
+    from traces.readers import read_trace
+
+    if settings.servegen is not None:
+        raise ScenarioError(
+            f"[workload.servegen]: is about a folder of ServeGen statistics; {name} is none"
+        )
+    return read_trace(
+        name,
+        format=settings.format,
+        columns=dict(settings.columns) or None,
+        time_unit=settings.time_unit,
+        skip_bad_rows=settings.skip_bad_rows,
+    )
+
+
+def _servegen(name: str, settings: Workload, seed: int) -> Trace:
+    from traces.servegen import generate_servegen
+
+    _refuse_file_settings(name, settings, "a folder")
+    window = settings.servegen or ServegenWindow()
+    trace = generate_servegen(
+        name,
+        stream(seed, "servegen"),
+        start_s=window.start_s,
+        duration_s=window.duration_s,
+        rate_scale=window.rate_scale,
+    )
+    note = (
+        f"drawn from ServeGen client statistics: {window.duration_s:g} s from "
+        f"{window.start_s:g} s on (workload.servegen)"
+    )
+    return replace(trace, notes=(note, *trace.notes))
+
+
 def _bundled(name: str, settings: Workload) -> ResolvedWorkload:
     info = bundled_info(name)
-    for field, given in (
-        ("format", settings.format != "auto"),
-        ("columns", bool(settings.columns)),
-        ("time_unit", settings.time_unit is not None),
-        ("skip_bad_rows", settings.skip_bad_rows),
-    ):
-        if given:
-            raise ScenarioError(
-                f"[workload] {field}: is about a trace file; {name} is a bundled workload"
-            )
+    _refuse_file_settings(name, settings, "a bundled workload")
+    if settings.servegen is not None:
+        raise ScenarioError(
+            f"[workload.servegen]: is about a folder of ServeGen statistics; {name} is bundled"
+        )
     return ResolvedWorkload(
         name=name,
         source=f"bundled workload, fitted on {info.get('title', name)}",
@@ -170,6 +203,17 @@ def _bundled(name: str, settings: Workload) -> ResolvedWorkload:
         trace=None,
         settings=settings,
     )
+
+
+def _refuse_file_settings(name: str, settings: Workload, what: str) -> None:
+    for field, given in (
+        ("format", settings.format != "auto"),
+        ("columns", bool(settings.columns)),
+        ("time_unit", settings.time_unit is not None),
+        ("skip_bad_rows", settings.skip_bad_rows),
+    ):
+        if given:
+            raise ScenarioError(f"[workload] {field}: is about a trace file; {name} is {what}")
 
 
 def _length_law(settings: LengthSettings) -> LengthPairs:

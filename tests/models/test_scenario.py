@@ -66,6 +66,7 @@ BAD = [
     (["run.mode=closed"], "[run] mode", "'saturated', 'open_loop'"),
     (["run.mode=1"], "[run] mode", "found 1"),
     (["run.replications=0"], "[run] replications", ">= 1"),
+    (["run.replications=1"], "[run] replications", "at least 2"),
     (["run.num_cycles=3"], "[run] num_cycles", ">= 20"),
     (["run.num_cycles='many'"], "[run] num_cycles", "an integer or 'auto'"),
     (["run.num_cycles=2000000000"], "[run] num_cycles", "<= 1,000,000,000"),
