@@ -10,18 +10,20 @@ import simpy
 
 from models.bundle import Bundle
 from policies.catalog import ROUTING, routing_policy
+from policies.routing import RoutingPolicy
 from traces.lengths import LengthPairs
 from twin.barrier_cycles import BarrierCycles
 from twin.clock import cyclic_collector_off
 from twin.cycle_log import CycleLog, RawCycles, sample_stride
 from twin.fault_effects import FaultEffects
 from twin.faults import Fault, require_fits
-from twin.kernel import is_available, run_compiled
+from twin.kernel import is_available, knows_routing, run_compiled
 from twin.pingpong_cycles import PingPongCycles
+from twin.request_stream import RequestLaw
 from twin.saturated_case import SaturatedCase, Start
 from twin.saturated_plan import SaturatedPlan
 from twin.saturated_run import EngineUsed, SaturatedRun, series_from_raw
-from twin.slots import SlotPool, WaitingLine
+from twin.slots import RequestLines, SlotPool
 from twin.stages import StageInterval, StageTimes, default_simulated_layers
 
 Engine = Literal["auto", "simpy", "compiled"]
@@ -36,7 +38,7 @@ def simulate_saturated(
     num_cycles: int,
     replication: int = 0,
     start: Start = "stationary",
-    routing: str = "random",
+    routing: str | RoutingPolicy = "random",
     faults: Sequence[Fault] = (),
     engine: Engine = "auto",
     simulated_layers: int | None = None,
@@ -45,8 +47,10 @@ def simulate_saturated(
 ) -> SaturatedRun:
     """Run a bundle with always-full slots.
 
-    Every finished request is replaced at once by the next of an endless stream of independent
-    requests. All engines draw the same numbers and return the same series.
+    Every finished request is replaced at once by the next one of its line; lines are endless and
+    their requests independent. All engines draw the same numbers and return the same series. Under
+    one seed, all routing policies meet the same requests in the same steps, and with ``random``
+    the workers that two ratios share carry the same loads.
 
     Args:
         bundle: Coefficients, B, semantics, m, layers.
@@ -56,7 +60,8 @@ def simulate_saturated(
         num_cycles: Steps of microbatches to run, >= 1.
         replication: Which independent repetition, >= 0.
         start: ``stationary``: slots as met at a random step; ``cold``: all requests at age 0.
-        routing: ``random`` (the next request into every free slot) or a name of ``ROUTING``.
+        routing: ``random`` (the next request of a line goes where the last one was), another name
+            of ``ROUTING``, or a policy, which only SimPy's clock can ask.
         faults: Slow, jittery, paused or lost workers.
         engine: ``auto``: the compiled one where numba is installed and there are no faults.
         simulated_layers: Layers played one by one, 1..L; None: 1 under ``barrier``, where that is
@@ -71,7 +76,8 @@ def simulate_saturated(
     _require(num_cycles >= 1, "num_cycles must be >= 1", num_cycles)
     _require(timeline_cycles >= 0, "timeline_cycles must be >= 0", timeline_cycles)
     _require(start in ("stationary", "cold"), "start must be 'stationary' or 'cold'", start)
-    _require(routing in ROUTING, f"routing must be one of {', '.join(ROUTING)}", routing)
+    if isinstance(routing, str):
+        _require(routing in ROUTING, f"routing must be one of {', '.join(ROUTING)}", routing)
     require_fits(faults, attention_per_ffn)
     case = SaturatedCase(
         times=StageTimes(
@@ -112,11 +118,10 @@ def run_on_simpy(
 ) -> RawCycles:
     """Play a case on SimPy's clock: one event a cycle or, under ``pingpong``, two a stage."""
     times, r = case.times, case.times.attention_per_ffn
-    line = WaitingLine(case.requests().requests())
-    policy = (
-        None if case.routing == "random" else routing_policy(case.routing, case.routing_chance())
-    )
-    pools = [SlotPool(start, r, line, policy) for start in case.in_service()]
+    law = RequestLaw(case.lengths)
+    lines = RequestLines([law.endless(rng) for rng in case.request_chance()])
+    policy = _policy(case)
+    pools = [SlotPool(start, r, lines, policy) for start in case.in_service()]
     log = CycleLog(case.num_cycles, on_progress)
     effects = FaultEffects(case.faults, r, seed=case.seed, replication=case.replication)
     plan = SaturatedPlan(
@@ -133,7 +138,16 @@ def run_on_simpy(
         engine(env, plan).start()
         env.run()
     in_flight = sum(sum(pool.live) for pool in pools)
-    return log.columns(in_flight=in_flight, num_retries=line.num_retries, num_waiting=len(line))
+    return log.columns(in_flight=in_flight, num_retries=lines.num_retries, num_waiting=len(lines))
+
+
+def _policy(case: SaturatedCase) -> RoutingPolicy | None:
+    """The policy to ask; None where the next request takes the next free slot."""
+    if not isinstance(case.routing, str):
+        return case.routing
+    if case.routing == "random":
+        return None
+    return routing_policy(case.routing, case.routing_chance())
 
 
 def _choose_engine(engine: Engine, case: SaturatedCase) -> tuple[EngineUsed, str]:
@@ -146,10 +160,11 @@ def _choose_engine(engine: Engine, case: SaturatedCase) -> tuple[EngineUsed, str
     if engine == "simpy":
         return "simpy", "Ran on SimPy's clock, as asked."
     if case.faults:
-        _require(
-            engine == "auto", "engine must be 'simpy' or 'auto' where there are faults", engine
-        )
+        _require(engine == "auto", "engine must be 'simpy' or 'auto' with faults", engine)
         return "simpy", "Ran on SimPy's clock: the compiled loops know no faults."
+    if not knows_routing(case.routing):
+        _require(engine == "auto", "engine must be 'simpy' or 'auto' with this routing", engine)
+        return "simpy", "Ran on SimPy's clock: the compiled loops do not know this routing policy."
     if not is_available():
         _require(
             engine == "auto",
@@ -186,7 +201,7 @@ def _run_record(
         seed=case.seed,
         replication=case.replication,
         start=case.start,
-        routing=case.routing,
+        routing=case.routing if isinstance(case.routing, str) else type(case.routing).__name__,
         faults=case.faults,
         engine=used,
         simulated_layers=layers,

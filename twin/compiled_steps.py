@@ -10,8 +10,12 @@ Arrays, with m microbatches, r workers, S = r * B slots, R buckets of the calend
     full_load  [m, S] int64   prompt plus output tokens of the request in a slot
     head       [m, R] int32   first slot that finishes with step s, s mod R; -1: none
     behind     [m, S] int32   next slot in the same bucket; -1: none
-    due        [m, R] int32   slots in the bucket
-    cursor     [4]    int64   next cycle, requests used, routing draws used, worker next in turn
+    line_of    [m, S] int32   line of requests that the one in a slot comes from
+    prompts    [r, K] int64   requests at hand of each line; row j from ``used[j]`` to ``have[j]``
+    outputs    [r, K] int64
+    cursor     [3]    int64   next cycle, routing draws used, worker next in turn
+    needed     [r]    int64   room for counting requests
+    batch      [3, S] int64   prompt, output and line of the requests that come in
     scratch    [4, S + 2 r] int64   room for routing
 """
 
@@ -30,7 +34,7 @@ SmallInts = NDArray[np.int32]
 Floats = NDArray[np.float64]
 
 IN_PLACE, ROUND_ROBIN, LEAST_TOKEN_LOAD, POWER_OF_TWO = range(4)
-_CYCLE, _REQUEST, _DRAW, _TURN = range(4)
+_CYCLE, _DRAW, _TURN = range(3)
 _FEW = 48
 
 
@@ -66,15 +70,15 @@ def collect_done(head: SmallInts, behind: SmallInts, bucket: int, done: Ints) ->
 
 
 @compiled
-def longest_first(prompts: Ints, first: int, n: int, order: Ints) -> None:
+def longest_first(prompts: Ints, n: int, order: Ints) -> None:
     """``order`` [n]: positions by descending prompt, equal ones by position."""
     if n > _FEW:
-        order[:n] = np.argsort(-prompts[first : first + n], kind="mergesort")
+        order[:n] = np.argsort(-prompts[:n], kind="mergesort")
         return
     for i in range(n):
-        prompt = prompts[first + i]
+        prompt = prompts[i]
         j = i
-        while j > 0 and prompts[first + order[j - 1]] < prompt:
+        while j > 0 and prompts[order[j - 1]] < prompt:
             order[j] = order[j - 1]
             j -= 1
         order[j] = i
@@ -96,10 +100,10 @@ def choose_round_robin(free: Ints, n: int, cursor: Ints, chosen: Ints) -> None:
 
 @compiled
 def choose_least_loaded(
-    prompts: Ints, first: int, n: int, free: Ints, loads: Ints, order: Ints, chosen: Ints
+    prompts: Ints, n: int, free: Ints, loads: Ints, order: Ints, chosen: Ints
 ) -> None:
     """``policies.routing.LeastTokenLoad``; ``loads`` is used up."""
-    longest_first(prompts, first, n, order)
+    longest_first(prompts, n, order)
     for k in range(n):
         i = order[k]
         worker = -1
@@ -108,13 +112,12 @@ def choose_least_loaded(
                 worker = j
         chosen[i] = worker
         free[worker] -= 1
-        loads[worker] += prompts[first + i]
+        loads[worker] += prompts[i]
 
 
 @compiled
 def choose_lighter_of_two(
     prompts: Ints,
-    first: int,
     n: int,
     free: Ints,
     loads: Ints,
@@ -144,7 +147,7 @@ def choose_lighter_of_two(
                 worker = other
                 at = second
         chosen[i] = worker
-        loads[worker] += prompts[first + i]
+        loads[worker] += prompts[i]
         free[worker] -= 1
         if free[worker] == 0:
             for j in range(at, count - 1):
@@ -173,7 +176,6 @@ def route(
     free, left, at, chosen = scratch[0, :r], scratch[1, :r], scratch[2, :r], scratch[3]
     open_workers = scratch[0, r : 2 * r]
     order = scratch[1, r:]
-    first = cursor[_REQUEST]
     for j in range(r):
         free[j] = 0
         left[j] = loads[j]
@@ -186,12 +188,32 @@ def route(
     if routing == ROUND_ROBIN:
         choose_round_robin(free, n, cursor, chosen)
     elif routing == LEAST_TOKEN_LOAD:
-        choose_least_loaded(prompts, first, n, free, left, order, chosen)
+        choose_least_loaded(prompts, n, free, left, order, chosen)
     else:
-        choose_lighter_of_two(prompts, first, n, free, left, draws, cursor, open_workers, chosen)
+        choose_lighter_of_two(prompts, n, free, left, draws, cursor, open_workers, chosen)
     for i in range(n):
         pick[at[chosen[i]]] = i
         at[chosen[i]] += 1
+
+
+@compiled
+def count_needed(
+    head: SmallInts, behind: SmallInts, line_of: SmallInts, bucket: int, needed: Ints
+) -> None:
+    """Add to ``needed`` [r] how many requests of each line a bucket's slots will take."""
+    slot = head[bucket]
+    while slot >= 0:
+        needed[line_of[slot]] += 1
+        slot = behind[slot]
+
+
+@compiled
+def are_at_hand(needed: Ints, used: Ints, have: Ints) -> bool:
+    """Whether every line still has the requests it needs."""
+    short = False
+    for j in range(len(needed)):
+        short |= used[j] + needed[j] > have[j]
+    return not short
 
 
 @compiled
@@ -201,15 +223,17 @@ def finish_step(
     routing: int,
     loads: Ints,
     full_load: Ints,
+    line_of: SmallInts,
     head: SmallInts,
     behind: SmallInts,
-    due: SmallInts,
     prompts: Ints,
     outputs: Ints,
+    used: Ints,
     draws: Floats,
     cursor: Ints,
     done: Ints,
     pick: Ints,
+    batch: Ints,
     scratch: Ints,
 ) -> int:
     """One step of one microbatch: age, free, refill, as ``twin.slots.SlotPool.finish_step``."""
@@ -218,26 +242,27 @@ def finish_step(
     for j in range(len(loads)):
         loads[j] += slots_per_worker
     n = collect_done(head, behind, bucket, done)
-    due[bucket] = 0
-    for i in range(n):
-        loads[done[i] // slots_per_worker] -= full_load[done[i]]
-    if routing == IN_PLACE:
-        for i in range(n):
-            pick[i] = i
-    else:
-        route(routing, done, n, slots_per_worker, loads, prompts, draws, cursor, scratch, pick)
-    first = cursor[_REQUEST]
     for i in range(n):
         slot = done[i]
-        prompt = prompts[first + pick[i]]
-        output = outputs[first + pick[i]]
+        line = line_of[slot]
+        loads[slot // slots_per_worker] -= full_load[slot]
+        batch[0, i] = prompts[line, used[line]]
+        batch[1, i] = outputs[line, used[line]]
+        batch[2, i] = line
+        used[line] += 1
+        pick[i] = i
+    if routing != IN_PLACE:
+        route(routing, done, n, slots_per_worker, loads, batch[0], draws, cursor, scratch, pick)
+    for i in range(n):
+        slot = done[i]
+        prompt = batch[0, pick[i]]
+        output = batch[1, pick[i]]
         loads[slot // slots_per_worker] += prompt
         full_load[slot] = prompt + output
+        line_of[slot] = batch[2, pick[i]]
         last = (bucket + output) % num_buckets
         behind[slot] = head[last]
         head[last] = slot
-        due[last] += 1
-    cursor[_REQUEST] = first + n
     return n
 
 
@@ -250,15 +275,19 @@ def barrier_cycles(
     clock: Floats,
     loads: Ints,
     full_load: Ints,
+    line_of: SmallInts,
     head: SmallInts,
     behind: SmallInts,
-    due: SmallInts,
     prompts: Ints,
     outputs: Ints,
+    used: Ints,
+    have: Ints,
     draws: Floats,
     cursor: Ints,
     done: Ints,
     pick: Ints,
+    batch: Ints,
+    needed: Ints,
     scratch: Ints,
     stride: int,
     end_s: Floats,
@@ -279,10 +308,11 @@ def barrier_cycles(
     while cursor[_CYCLE] < until:
         cycle = cursor[_CYCLE]
         u, step = cycle % m, cycle // m
-        needed = due[u, step % num_buckets]
-        if cursor[_REQUEST] + needed > len(prompts):
+        needed[:] = 0
+        count_needed(head[u], behind[u], line_of[u], step % num_buckets, needed)
+        if not are_at_hand(needed, used, have):
             return
-        if routing == POWER_OF_TWO and cursor[_DRAW] + 2 * needed > len(draws):
+        if routing == POWER_OF_TWO and cursor[_DRAW] + 2 * needed.sum() > len(draws):
             return
         top, total = loads[u, 0], loads[u, 0]
         for j in range(1, loads.shape[1]):
@@ -298,8 +328,8 @@ def barrier_cycles(
         if cycle % stride == 0:
             samples[cycle // stride] = loads[u]
         completed[cycle] = finish_step(
-            step, slots_per_worker, routing, loads[u], full_load[u], head[u], behind[u], due[u],
-            prompts, outputs, draws, cursor, done, pick, scratch,
+            step, slots_per_worker, routing, loads[u], full_load[u], line_of[u], head[u],
+            behind[u], prompts, outputs, used, draws, cursor, done, pick, batch, scratch,
         )  # fmt: skip
         cursor[_CYCLE] = cycle + 1
 
@@ -316,15 +346,19 @@ def pingpong_cycles(
     arrived: Floats,
     loads: Ints,
     full_load: Ints,
+    line_of: SmallInts,
     head: SmallInts,
     behind: SmallInts,
-    due: SmallInts,
     prompts: Ints,
     outputs: Ints,
+    used: Ints,
+    have: Ints,
     draws: Floats,
     cursor: Ints,
     done: Ints,
     pick: Ints,
+    batch: Ints,
+    needed: Ints,
     scratch: Ints,
     stride: int,
     end_s: Floats,
@@ -353,12 +387,12 @@ def pingpong_cycles(
     while cursor[_CYCLE] < until:
         step = cursor[_CYCLE] // m
         running = min(m, until - cursor[_CYCLE])
-        needed = 0
+        needed[:] = 0
         for u in range(running):
-            needed += due[u, step % num_buckets]
-        if cursor[_REQUEST] + needed > len(prompts):
+            count_needed(head[u], behind[u], line_of[u], step % num_buckets, needed)
+        if not are_at_hand(needed, used, have):
             return
-        if routing == POWER_OF_TWO and cursor[_DRAW] + 2 * needed > len(draws):
+        if routing == POWER_OF_TWO and cursor[_DRAW] + 2 * needed.sum() > len(draws):
             return
         for _ in range(simulated_layers):
             for u in range(running):
@@ -385,7 +419,7 @@ def pingpong_cycles(
             if cycle % stride == 0:
                 samples[cycle // stride] = loads[u]
             completed[cycle] = finish_step(
-                step, slots_per_worker, routing, loads[u], full_load[u], head[u], behind[u],
-                due[u], prompts, outputs, draws, cursor, done, pick, scratch,
+                step, slots_per_worker, routing, loads[u], full_load[u], line_of[u], head[u],
+                behind[u], prompts, outputs, used, draws, cursor, done, pick, batch, scratch,
             )  # fmt: skip
         cursor[_CYCLE] += m

@@ -9,8 +9,9 @@ from types import ModuleType
 import numpy as np
 from numpy.typing import NDArray
 
+from policies.routing import RoutingPolicy
 from twin.cycle_log import PROGRESS_CYCLES, RawCycles, period_series, sample_stride
-from twin.request_stream import BLOCK_REQUESTS
+from twin.request_stream import BLOCK_REQUESTS, RequestLaw
 from twin.saturated_case import SaturatedCase
 from twin.slots import InService
 
@@ -20,6 +21,11 @@ _CODES = ("random", "round_robin", "least_token_load", "power_of_two")
 def is_available() -> bool:
     """Whether numba is installed."""
     return importlib.util.find_spec("numba") is not None
+
+
+def knows_routing(routing: str | RoutingPolicy) -> bool:
+    """Whether the compiled loops have that policy."""
+    return isinstance(routing, str) and routing in _CODES
 
 
 def run_compiled(
@@ -50,20 +56,23 @@ class _CompiledRun:
         times, n = case.times, case.num_cycles
         r, b, m = times.attention_per_ffn, times.bundle.batch_per_worker, times.bundle.microbatches
         self._case, self._steps = case, steps
-        self._requests, self._chance = case.requests(), case.routing_chance()
-        self._routing = _CODES.index(case.routing)
+        self._law, self._chance = RequestLaw(case.lengths), case.routing_chance()
+        self._line_chance = case.request_chance()
+        self._routing = _CODES.index(str(case.routing))
         pools = case.in_service()
         num_buckets = int(case.lengths.output_tokens.max()) + 1
         held = [(p.prompt_tokens + p.age_steps).reshape(r, b).sum(axis=1) for p in pools]
         self._loads = np.stack(held)
         self._full_load = np.stack([p.prompt_tokens + p.output_tokens for p in pools])
         calendars = [_calendar(pool, num_buckets) for pool in pools]
-        self._head, self._behind, self._due = (
-            np.stack(arrays) for arrays in zip(*calendars, strict=True)
-        )
-        self._prompts = self._outputs = np.empty(0, dtype=np.int64)
+        self._head, self._behind = (np.stack(arrays) for arrays in zip(*calendars, strict=True))
+        self._line_of = np.tile(np.repeat(np.arange(r, dtype=np.int32), b), (m, 1))
+        self._at_least = max(BLOCK_REQUESTS, m * b)
+        self._prompts, self._outputs = np.empty((2, r, self._at_least + BLOCK_REQUESTS), dtype=int)
+        self._used, self._have, self._needed = np.zeros((3, r), dtype=np.int64)
         self._draws = np.empty(0)
-        self._cursor = np.zeros(4, dtype=np.int64)
+        self._cursor = np.zeros(3, dtype=np.int64)
+        self._batch = np.empty((3, r * b), dtype=np.int64)
         self._done, self._pick = np.empty((2, r * b), dtype=np.int64)
         self._scratch = np.empty((4, r * b + 2 * r), dtype=np.int64)
         self._worker_free, self._shared_free, self._arrived = np.zeros(r), np.zeros(2), np.zeros(m)
@@ -107,9 +116,9 @@ class _CompiledRun:
         stage = np.array([c.alpha_attention, c.beta_attention, floor_s, times.layers_each])
         self._steps.barrier_cycles(
             until, b, self._routing, stage, self._shared_free,
-            self._loads, self._full_load, self._head, self._behind, self._due,
-            self._prompts, self._outputs, self._draws, self._cursor,
-            self._done, self._pick, self._scratch, self._stride,
+            self._loads, self._full_load, self._line_of, self._head, self._behind,
+            self._prompts, self._outputs, self._used, self._have, self._draws, self._cursor,
+            self._done, self._pick, self._batch, self._needed, self._scratch, self._stride,
             self._end_s, self._cycle_s, self._max_load, self._sum_load, self._completed,
             self._samples,
         )  # fmt: skip
@@ -125,28 +134,35 @@ class _CompiledRun:
         self._steps.pingpong_cycles(
             until, times.simulated_layers, b, self._routing, stage,
             self._worker_free, self._shared_free, self._arrived,
-            self._loads, self._full_load, self._head, self._behind, self._due,
-            self._prompts, self._outputs, self._draws, self._cursor,
-            self._done, self._pick, self._scratch, self._stride,
+            self._loads, self._full_load, self._line_of, self._head, self._behind,
+            self._prompts, self._outputs, self._used, self._have, self._draws, self._cursor,
+            self._done, self._pick, self._batch, self._needed, self._scratch, self._stride,
             self._end_s, self._max_load, self._sum_load, self._completed, self._samples,
         )  # fmt: skip
 
     def _fetch_requests(self) -> None:
-        """One block more of requests, and two routing draws for each where they are needed."""
-        used, used_draws = int(self._cursor[1]), int(self._cursor[2])
-        prompts, outputs = self._requests.next_block()
-        self._prompts = np.concatenate((self._prompts[used:], prompts))
-        self._outputs = np.concatenate((self._outputs[used:], outputs))
+        """More requests for every line, enough for any step; and two routing draws for each."""
+        for line, rng in enumerate(self._line_chance):
+            left = slice(self._used[line], self._have[line])
+            rest = self._have[line] - self._used[line]
+            for columns in (self._prompts, self._outputs):
+                columns[line, :rest] = columns[line, left].copy()
+            while rest < self._at_least:
+                more = slice(rest, rest + BLOCK_REQUESTS)
+                self._prompts[line, more], self._outputs[line, more] = self._law.draw(
+                    rng, BLOCK_REQUESTS
+                )
+                rest += BLOCK_REQUESTS
+            self._used[line], self._have[line] = 0, rest
         if self._routing == self._steps.POWER_OF_TWO:
-            draws = self._chance.random(2 * BLOCK_REQUESTS)
-            self._draws = np.concatenate((self._draws[used_draws:], draws))
-        self._cursor[1] = self._cursor[2] = 0
+            unused = self._draws[self._cursor[1] :]
+            more_draws = self._chance.random(max(0, 2 * int(self._have.sum()) - len(unused)))
+            self._draws = np.concatenate((unused, more_draws))
+            self._cursor[1] = 0
 
 
-def _calendar(
-    pool: InService, num_buckets: int
-) -> tuple[NDArray[np.int32], NDArray[np.int32], NDArray[np.int32]]:
-    """``head``, ``behind`` and ``due`` of one microbatch at instant 0."""
+def _calendar(pool: InService, num_buckets: int) -> tuple[NDArray[np.int32], NDArray[np.int32]]:
+    """``head`` and ``behind`` of one microbatch at instant 0."""
     last_step = pool.output_tokens - pool.age_steps - 1
     order = np.argsort(last_step, kind="stable").astype(np.int32)
     steps = last_step[order]
@@ -156,5 +172,4 @@ def _calendar(
     behind = np.full(len(order), -1, dtype=np.int32)
     chained = ~starts[1:]
     behind[order[:-1][chained]] = order[1:][chained]
-    due = np.bincount(last_step, minlength=num_buckets).astype(np.int32)
-    return head, behind, due
+    return head, behind

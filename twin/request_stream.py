@@ -1,4 +1,4 @@
-"""An endless stream of independent requests, at a constant cost a request."""
+"""Endless lines of independent requests, at a constant cost a request."""
 
 from __future__ import annotations
 
@@ -9,38 +9,35 @@ from numpy.typing import NDArray
 
 from traces.lengths import LengthPairs
 
-BLOCK_REQUESTS = 16_384
+BLOCK_REQUESTS = 2048
 
 
-class RequestStream:
-    """Independent (prompt, output) pairs of a law, handed out in blocks of fixed size.
+class RequestLaw:
+    """A law of (prompt, output) pairs, prepared for drawing many in constant time each."""
 
-    Blocks are the same whoever reads them and however fast, so every engine meets the same
-    requests in the same order.
-    """
-
-    def __init__(self, lengths: LengthPairs, rng: np.random.Generator) -> None:
+    def __init__(self, lengths: LengthPairs) -> None:
         self._lengths = lengths
-        self._rng = rng
         equal = float(lengths.weight.min()) == float(lengths.weight.max())
         self._alias = None if equal else alias_table(lengths.weight)
 
-    def next_block(self) -> tuple[NDArray[np.int64], NDArray[np.int64]]:
-        """The next ``BLOCK_REQUESTS`` requests: prompt tokens, output tokens."""
-        size = len(self._lengths.weight)
+    def draw(
+        self, rng: np.random.Generator, size: int
+    ) -> tuple[NDArray[np.int64], NDArray[np.int64]]:
+        """``size`` independent requests: prompt tokens, output tokens."""
+        num_pairs = len(self._lengths.weight)
         if self._alias is None:
-            index = self._rng.integers(0, size, BLOCK_REQUESTS)
+            index = rng.integers(0, num_pairs, size)
         else:
             accept, other = self._alias
-            point = self._rng.random(BLOCK_REQUESTS) * size
+            point = rng.random(size) * num_pairs
             index = point.astype(np.int64)
             index = np.where(point - index < accept[index], index, other[index])
         return self._lengths.prompt_tokens[index], self._lengths.output_tokens[index]
 
-    def requests(self) -> Iterator[tuple[int, int]]:
-        """One (prompt tokens, output tokens) after the other, without end."""
+    def endless(self, rng: np.random.Generator) -> Iterator[tuple[int, int]]:
+        """One (prompt tokens, output tokens) after the other, drawn in blocks."""
         while True:
-            prompts, outputs = self.next_block()
+            prompts, outputs = self.draw(rng, BLOCK_REQUESTS)
             yield from zip(prompts.tolist(), outputs.tolist(), strict=True)
 
 
@@ -70,14 +67,16 @@ def alias_table(weight: NDArray[np.float64]) -> tuple[NDArray[np.float64], NDArr
         return accept, other
     missing = np.cumsum(1.0 - share[light])
     spare = np.cumsum(share[heavy] - 1.0)
-    before = np.concatenate(([0.0], missing[:-1]))
     last = len(heavy) - 1
+    before = np.concatenate(([0.0], missing[:-1]))
+    filled_by = np.minimum(np.searchsorted(spare, before, side="right"), last)
     accept[light] = share[light]
-    other[light] = heavy[np.minimum(np.searchsorted(spare, before, side="right"), last)]
-    overdrawn_by = np.searchsorted(missing, spare, side="right")
-    is_overdrawn = (overdrawn_by < len(light)) & (np.arange(len(heavy)) < last)
-    drawn = missing[np.minimum(overdrawn_by, len(light) - 1)]
-    accept[heavy[is_overdrawn]] = np.clip(1.0 + (spare - drawn)[is_overdrawn], 0.0, 1.0)
-    other[heavy[:-1]] = heavy[1:]
-    other[heavy[~is_overdrawn]] = heavy[~is_overdrawn]
+    other[light] = heavy[filled_by]
+    # A heavy column ends below one if some light column, given to it or to one before it, took
+    # more than is left; where a light column takes exactly the rest, it ends at one.
+    taker = np.minimum(np.searchsorted(missing, spare, side="right"), len(light) - 1)
+    column = np.arange(len(heavy))
+    is_below = (missing[taker] > spare) & (filled_by[taker] <= column) & (column < last)
+    accept[heavy[is_below]] = np.clip(1.0 + (spare - missing[taker])[is_below], 0.0, 1.0)
+    other[heavy[is_below]] = heavy[column[is_below] + 1]
     return accept, other

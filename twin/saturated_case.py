@@ -6,11 +6,12 @@ from dataclasses import dataclass
 from typing import Literal
 
 import numpy as np
+from numpy.typing import NDArray
 
 from models.streams import stream
+from policies.routing import RoutingPolicy
 from traces.lengths import LengthPairs
 from twin.faults import Fault
-from twin.request_stream import RequestStream
 from twin.slots import InService
 from twin.stages import StageTimes
 
@@ -28,7 +29,7 @@ class SaturatedCase:
         seed: Of the named streams.
         replication: Which independent repetition.
         start: ``stationary`` or ``cold``.
-        routing: Name of the policy.
+        routing: Name of the policy, or a policy.
         faults: What goes wrong.
     """
 
@@ -38,32 +39,34 @@ class SaturatedCase:
     seed: int
     replication: int
     start: Start
-    routing: str
+    routing: str | RoutingPolicy
     faults: tuple[Fault, ...]
 
     def in_service(self) -> list[InService]:
-        """What is in the slots of each microbatch at instant 0."""
-        bundle = self.times.bundle
-        per_pool = self.times.attention_per_ffn * bundle.batch_per_worker
-        num_slots = bundle.microbatches * per_pool
-        rng = stream(self.seed, "slots at start", self.replication)
-        if self.start == "stationary":
-            prompts, outputs, age = self.lengths.sample_in_service(rng, num_slots)
-        else:
-            prompts, outputs = self.lengths.sample(rng, num_slots)
-            age = np.zeros(num_slots, dtype=np.int64)
+        """What is in the slots of each microbatch at instant 0, worker by worker."""
+        bundle, r = self.times.bundle, self.times.attention_per_ffn
+        m, b = bundle.microbatches, bundle.batch_per_worker
+        drawn = np.stack([self._in_slots_of(worker, m * b) for worker in range(r)])
+        by_pool = drawn.reshape(r, 3, m, b).transpose(2, 1, 0, 3).reshape(m, 3, r * b)
         return [
-            InService(
-                prompt_tokens=prompts[first : first + per_pool],
-                output_tokens=outputs[first : first + per_pool],
-                age_steps=age[first : first + per_pool],
-            )
-            for first in range(0, num_slots, per_pool)
+            InService(prompt_tokens=pool[0], output_tokens=pool[1], age_steps=pool[2])
+            for pool in by_pool
         ]
 
-    def requests(self) -> RequestStream:
-        """The requests that come into free slots, from the first one on."""
-        return RequestStream(self.lengths, stream(self.seed, "requests", self.replication))
+    def _in_slots_of(self, worker: int, num_slots: int) -> NDArray[np.int64]:
+        """[3, num_slots]: prompts, outputs, ages."""
+        rng = stream(self.seed, f"slots at start/worker {worker}", self.replication)
+        if self.start == "stationary":
+            return np.stack(self.lengths.sample_in_service(rng, num_slots))
+        prompts, outputs = self.lengths.sample(rng, num_slots)
+        return np.stack((prompts, outputs, np.zeros_like(prompts)))
+
+    def request_chance(self) -> list[np.random.Generator]:
+        """What each worker's line of requests is drawn from."""
+        return [
+            stream(self.seed, f"requests/worker {worker}", self.replication)
+            for worker in range(self.times.attention_per_ffn)
+        ]
 
     def routing_chance(self) -> np.random.Generator:
         """What a routing policy draws from."""

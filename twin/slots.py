@@ -11,6 +11,9 @@ from numpy.typing import NDArray
 
 from policies.routing import RoutingPolicy
 
+# Prompt tokens, output tokens and line of a request without a slot.
+Waiting = tuple[int, int, int]
+
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class InService:
@@ -21,26 +24,37 @@ class InService:
     age_steps: NDArray[np.int64]
 
 
-class WaitingLine:
-    """An endless stream of new requests, behind those that came back from a lost worker.
+class RequestLines:
+    """Where the next request of a slot comes from: r endless lines, one for each worker.
+
+    At the start, a worker's slots hold requests of the worker's own line. Whoever follows a
+    request comes from the same line, wherever the request was placed. So under every routing
+    policy the same requests are in slots in the same steps, only on other workers; and with
+    in-place refill a worker's path does not depend on how many other workers there are. Both are
+    common random numbers for comparing policies and ratios.
+
+    Requests of a lost worker go before all others.
 
     Attributes:
-        num_retries: Requests that have come back so far.
+        num_retries: How often a request came back.
     """
 
-    __slots__ = ("_returned", "_take_fresh", "num_retries")
+    __slots__ = ("_next_of_line", "_returned", "num_retries")
 
-    def __init__(self, fresh: Iterator[tuple[int, int]]) -> None:
-        self._take_fresh = fresh.__next__
-        self._returned: deque[tuple[int, int]] = deque()
+    def __init__(self, lines: Sequence[Iterator[tuple[int, int]]]) -> None:
+        self._next_of_line = [line.__next__ for line in lines]
+        self._returned: deque[Waiting] = deque()
         self.num_retries = 0
 
-    def take(self) -> tuple[int, int]:
-        """Prompt and output tokens of the next request."""
-        return self._returned.popleft() if self._returned else self._take_fresh()
+    def follow(self, line: int) -> Waiting:
+        """The request that takes the place of one of that line."""
+        if self._returned:
+            return self._returned.popleft()
+        prompt, output = self._next_of_line[line]()
+        return prompt, output, line
 
-    def put_back(self, requests: Sequence[tuple[int, int]]) -> None:
-        """Queue requests in front of all new ones, in the given order."""
+    def put_back(self, requests: Sequence[Waiting]) -> None:
+        """Queue requests before all new ones, in the given order."""
         self._returned.extend(requests)
         self.num_retries += len(requests)
 
@@ -64,7 +78,8 @@ class SlotPool:
     __slots__ = (
         "_calendar",
         "_full_load",
-        "_line",
+        "_line_of",
+        "_lines",
         "_policy",
         "_slots_per_worker",
         "_step",
@@ -74,16 +89,17 @@ class SlotPool:
     )
 
     def __init__(
-        self, start: InService, num_workers: int, line: WaitingLine, policy: RoutingPolicy | None
+        self, start: InService, num_workers: int, lines: RequestLines, policy: RoutingPolicy | None
     ) -> None:
-        """``policy`` None: every free slot takes the next request, in order of slots.
+        """``policy`` None: in place, every slot takes the request that follows its last one.
 
-        Requests of the stream are independent, so that is the random assignment.
+        Requests are independent, so that is the random assignment.
         """
         num_slots = len(start.prompt_tokens)
         self._slots_per_worker = num_slots // num_workers
         self._worker_of = [slot // self._slots_per_worker for slot in range(num_slots)]
-        self._line = line
+        self._line_of = list(self._worker_of)
+        self._lines = lines
         self._policy = policy
         self._step = 0
         held = start.prompt_tokens + start.age_steps
@@ -108,20 +124,21 @@ class SlotPool:
 
     def lose(self, worker: int) -> None:
         """Drop everything a worker holds; its requests queue again with what they have so far."""
-        returned: dict[int, tuple[int, int]] = {}
+        returned: dict[int, Waiting] = {}
         for step, slots in list(self._calendar.items()):
             kept = []
             for slot in slots:
                 if self._worker_of[slot] == worker:
                     to_come = step - self._step + 1  # decode steps of this request ahead
-                    returned[slot] = (self._full_load[slot] - to_come, to_come)
+                    prompt = self._full_load[slot] - to_come
+                    returned[slot] = (prompt, to_come, self._line_of[slot])
                 else:
                     kept.append(slot)
             if kept:
                 self._calendar[step] = kept
             else:
                 del self._calendar[step]
-        self._line.put_back([returned[slot] for slot in sorted(returned)])
+        self._lines.put_back([returned[slot] for slot in sorted(returned)])
         self.loads[worker] = 0
         self.live[worker] = 0
 
@@ -131,24 +148,25 @@ class SlotPool:
         slots = list(range(first, first + self._slots_per_worker))
         for slot in slots:
             self._full_load[slot] = 0
+            self._line_of[slot] = worker
         self.live[worker] = self._slots_per_worker
         self._refill(slots, now)
 
     def _refill(self, slots: list[int], now: float) -> None:
         """Put new requests into finished slots, given in ascending order."""
-        take = self._line.take
+        follow, line_of = self._lines.follow, self._line_of
         if self._policy is None:
             for slot in slots:
-                self._replace(slot, *take())
+                self._replace(slot, follow(line_of[slot]))
             return
         owners = np.array([self._worker_of[slot] for slot in slots])
         for slot, worker in zip(slots, owners.tolist(), strict=True):
             self.loads[worker] -= self._full_load[slot]
             self._full_load[slot] = 0
-        requests = [take() for _ in slots]
+        requests = [follow(line_of[slot]) for slot in slots]
         free_slots = np.bincount(owners, minlength=len(self.loads))
         order = self._policy.assign(
-            np.array([prompt for prompt, _ in requests]),
+            np.array([request[0] for request in requests]),
             free_slots=free_slots,
             token_loads=np.array(self.loads),
             now=now,
@@ -157,13 +175,14 @@ class SlotPool:
             raise RuntimeError(f"{type(self._policy).__name__} does not fill the free slots")
         by_worker = np.argsort(order.workers, kind="stable").tolist()
         for slot, request in zip(slots, by_worker, strict=True):
-            self._replace(slot, *requests[request])
+            self._replace(slot, requests[request])
 
-    def _replace(self, slot: int, prompt_tokens: int, output_tokens: int) -> None:
+    def _replace(self, slot: int, request: Waiting) -> None:
         """The request that finished leaves; the next one starts at age 0."""
-        self.loads[self._worker_of[slot]] += prompt_tokens - self._full_load[slot]
-        self._full_load[slot] = prompt_tokens + output_tokens
-        last_step = self._step - 1 + output_tokens
+        prompt, output, self._line_of[slot] = request
+        self.loads[self._worker_of[slot]] += prompt - self._full_load[slot]
+        self._full_load[slot] = prompt + output
+        last_step = self._step - 1 + output
         if last_step in self._calendar:
             self._calendar[last_step].append(slot)
         else:
