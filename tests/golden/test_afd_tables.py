@@ -136,6 +136,9 @@ def test_grid_of_the_papers_first_version(line: str) -> None:
     assert barrier["mean_field"].r_real == pytest.approx(r_infinite, abs=0.0051)
     _, theta = geometric_horizon_load(prompt, 1.0 / output, 10_000, batch)
     assert optimum(paper_bundle(batch), theta).r_real == pytest.approx(r_horizon, abs=0.0051)
+    steps = round(10_000 / batch * output)
+    short = predict(lengths, paper_bundle(batch), [1], level="mean_field", horizon_steps=steps)
+    assert short.r_real == pytest.approx(r_horizon, abs=0.0051)
     found = (barrier["mean_field"], barrier["gaussian"], barrier["exact"], two, three)
     assert [level.r for level in found] == best_r
     x = [1e3 * float(found[i].throughput_per_instance.max()) for i in (0, 2, 3, 4)]

@@ -12,6 +12,7 @@ from models.attention_ffn import (
     LEVELS,
     exact_law,
     gaussian_trust,
+    horizon_load,
     optimum,
     predict,
     predict_all,
@@ -195,6 +196,19 @@ def test_no_level_is_below_mean_loads_and_every_best_ratio_is_best(
         assert np.all(ratio > 1.0 - 1e-6)
         best = prediction.throughput_per_instance[prediction.r - 1]
         assert best == prediction.throughput_per_instance.max()
+
+
+def test_a_short_cold_run_has_lighter_loads_at_every_level() -> None:
+    """Ten lifetimes from fresh slots: the cycle of a law shifted to that run's mean load."""
+    steps = 500
+    short = predict_all(LENGTHS, bundle(), range(1, 30), horizon_steps=steps)
+    settled = predict_all(LENGTHS, bundle(), range(1, 30))
+    endless = predict_all(LENGTHS, bundle(), range(1, 30), horizon_steps=200_000)
+    saved = 0.02 * 16 * (slot_moments(LENGTHS).theta_tokens - horizon_load(LENGTHS, steps))
+    assert saved > 0.0
+    for level in LEVELS:
+        assert short[level].cycle_s[0] == pytest.approx(settled[level].cycle_s[0] - saved)
+        assert endless[level].cycle_s == pytest.approx(settled[level].cycle_s, rel=1e-3)
 
 
 @pytest.mark.parametrize("bad", [[], [0, 1], [1.5], [[1, 2]]])
