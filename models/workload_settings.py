@@ -206,6 +206,8 @@ class Workload:
     num_requests: int | None = None
 
     def __post_init__(self) -> None:
+        if self.trace is not None and not self.trace.strip():
+            raise ScenarioError("[workload] trace: is empty; give a bundled name or a path")
         if (self.trace is None) == (self.lengths is None):
             raise ScenarioError(
                 "[workload] trace: give either a trace (bundled name or file) or a table "
