@@ -264,7 +264,7 @@ def simulation_table(summary: Mapping[str, Any], plain: bool) -> Table:
             f"{point['r']}{' *' if is_chosen else ''}",
             rate(point["predicted_throughput_per_instance"] / layers),
             with_interval(point["throughput_per_instance"], 1.0 / layers),
-            f"{100 * point['difference']:+.2f} ± {100 * point['difference_half_width']:.2f} %",
+            f"{_signed(point['difference'])} ± {100 * point['difference_half_width']:.2f} %",
             percent(point["attention_idle"]["mean"], 1),
             percent(point["ffn_idle"]["mean"], 1),
             percent(point["barrier_share"]["mean"], 1),
@@ -275,13 +275,19 @@ def simulation_table(summary: Mapping[str, Any], plain: bool) -> Table:
     return table
 
 
+def _signed(share: float) -> str:
+    """A change in percent; what rounds to nothing has no minus."""
+    return f"{round(100 * share, 2) + 0.0:+.2f}"
+
+
 def _simulation_caption(simulation: Mapping[str, Any]) -> str:
     first = simulation["points"][0]
     same = simulation["not_worse_than_best"]
     text = (
         f"*: the ratio in use. ±: {100 * simulation['confidence']:.0f} % interval over "
         f"{first['replications']} or more independent replications of "
-        f"{count(first['num_cycles'])} cycles or more. Best simulated r: {simulation['best_r']}"
+        f"{count(first['num_cycles'])} cycles or more; idle and barrier (waiting for the slowest) "
+        f"are shares of a cycle. Best simulated r: {simulation['best_r']}"
     )
     if len(same) > 1:
         others = ", ".join(str(r) for r in same if r != simulation["best_r"])

@@ -11,7 +11,7 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
-from models.attention_ffn import exact_law, horizon_load, predict
+from models.attention_ffn import horizon_load, predict
 from models.scenario import FaultSettings
 from policies.catalog import ROUTING
 from policies.provisioning import shift_load
@@ -256,7 +256,7 @@ class Simulator:
         samples = np.concatenate([run.load_samples.ravel() for run in point.runs])
         edges = np.linspace(float(samples.min()), float(samples.max()) + 1.0, bins + 1)
         counts, _ = np.histogram(samples, bins=edges)
-        law = exact_law(self.theory.workload.lengths, self.theory.bundle.batch_per_worker)
+        law = self.theory.load
         # Loads of an edge belong to the bin above it: P(load < edge).
         below = np.interp(edges - 1e-9, law.grid_tokens, law.cdf, left=0.0, right=1.0)
         return {

@@ -10,7 +10,16 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
-from models.attention_ffn import LEVELS, LevelPrediction, SlotMoments, predict_all, slot_moments
+from models.attention_ffn import (
+    LEVELS,
+    LevelPrediction,
+    SlotMoments,
+    WorkerLoadLaw,
+    exact_law,
+    predict,
+    predict_all,
+    slot_moments,
+)
 from models.bundle import Bundle
 from models.calibration import Calibration, load_calibration
 from models.scenario import Scenario
@@ -32,6 +41,7 @@ class Theory:
         bundle: The bundle with B resolved.
         limits: Constraints, with r_max resolved.
         moments: Slot load of the workload.
+        load: Law of one worker's token load.
         ratios: 1..r_max.
         levels: Level name -> prediction over ``ratios``.
         decision: The provisioning policy's order.
@@ -44,6 +54,7 @@ class Theory:
     bundle: Bundle
     limits: ProvisioningLimits
     moments: SlotMoments
+    load: WorkerLoadLaw
     ratios: NDArray[np.int64]
     levels: dict[str, LevelPrediction]
     decision: ProvisionBundle
@@ -105,6 +116,7 @@ def solve_theory(
     r_max = limits.r_max or max(automatic_r_max(workload.lengths, bundle), r)
     limits = dataclasses.replace(limits, r_max=r_max)
     ratios = np.arange(1, r_max + 1)
+    load = exact_law(workload.lengths, bundle.batch_per_worker)
     return Theory(
         scenario=scenario,
         workload=workload,
@@ -112,8 +124,9 @@ def solve_theory(
         bundle=bundle,
         limits=limits,
         moments=slot_moments(workload.lengths),
+        load=load,
         ratios=ratios,
-        levels=predict_all(workload.lengths, bundle, ratios.tolist()),
+        levels=predict_all(workload.lengths, bundle, ratios, load=load),
         decision=decision,
         r=r,
     )
@@ -133,6 +146,7 @@ def theory_summary(theory: Theory) -> dict[str, Any]:
         "ratios": theory.ratios.tolist(),
         "levels": {name: _level_summary(theory, name) for name in LEVELS},
         "recommendation": recommendation_summary(theory),
+        "other_semantics": _other_semantics(theory),
         "kv": _kv_summary(theory),
         "warnings": theory_warnings(theory),
     }
@@ -217,6 +231,35 @@ def recommendation_summary(theory: Theory) -> dict[str, Any]:
         value = getattr(decision, name)
         summary[name] = None if isinstance(value, float) and math.isnan(value) else value
     return summary
+
+
+def _other_semantics(theory: Theory) -> dict[str, Any]:
+    """The best ratio if the bundle's microbatches were served the other way."""
+    is_barrier = theory.bundle.semantics == "barrier"
+    other = dataclasses.replace(
+        theory.bundle,
+        semantics="pingpong" if is_barrier else "barrier",
+        microbatches=max(2, theory.bundle.microbatches),
+        one_way_s=None,
+    )
+    level = theory.deciding.level
+    found = predict(
+        theory.workload.lengths,
+        other,
+        theory.ratios,
+        level=level,
+        moments=theory.moments,
+        load=theory.load,
+    )
+    at = found.r - 1
+    return {
+        "semantics": other.semantics,
+        "microbatches": other.microbatches,
+        "level": level,
+        "r": found.r,
+        "throughput_per_instance": float(found.throughput_per_instance[at]),
+        "tpot_s": float(found.tpot_s[at]),
+    }
 
 
 def _kv_summary(theory: Theory) -> dict[str, Any]:
