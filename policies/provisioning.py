@@ -19,7 +19,7 @@ from models.attention_ffn import (
     SlotMoments,
     WorkerLoadLaw,
     exact_law,
-    optimum,
+    largest_batch,
     predict,
     slot_moments,
 )
@@ -87,22 +87,19 @@ class ProvisionBundle:
     binding: tuple[str, ...]
 
 
-def largest_batch(moments: SlotMoments, microbatches: int, limits: ProvisioningLimits) -> int:
-    """Largest B with m * B * theta + z * nu * sqrt(m * B) within the KV capacity; 0 if none."""
+def batch_limit_of(moments: SlotMoments, microbatches: int, limits: ProvisioningLimits) -> int:
+    """Largest B within the KV capacity; 0 where not even one slot fits."""
     if limits.kv_capacity_tokens is None:
         return MAX_AUTO_BATCH
-    # With s = sqrt(m B): theta s^2 + z nu s - capacity <= 0.
-    spread = limits.kv_safety_z * moments.nu_tokens
-    root = (
-        -spread
-        + math.sqrt(spread * spread + 4.0 * moments.theta_tokens * limits.kv_capacity_tokens)
-    ) / (2.0 * moments.theta_tokens)
-    return min(MAX_AUTO_BATCH, int(root * root / microbatches + 1e-9))
+    fits = largest_batch(limits.kv_capacity_tokens, moments, microbatches, limits.kv_safety_z)
+    return MAX_AUTO_BATCH if fits is None else min(MAX_AUTO_BATCH, fits)
 
 
 def automatic_r_max(lengths: LengthPairs, bundle: Bundle) -> int:
     """A range of ratios that surely contains the optimum and shows what lies beyond it."""
     best = predict(lengths, bundle, [1, 2], level="mean_field").r_real
+    if math.isinf(best):
+        return MAX_AUTO_RATIO  # no stage slows with r: more workers always help
     return int(min(MAX_AUTO_RATIO, max(16, 8 * math.ceil(2.0 * best / 8))))
 
 
@@ -138,7 +135,7 @@ class Provisioning:
             InfeasibleError: If nothing meets the limits.
         """
         moments = slot_moments(lengths)
-        batch_limit = largest_batch(moments, bundle.microbatches, limits)
+        batch_limit = batch_limit_of(moments, bundle.microbatches, limits)
         if choose_batch:
             bundle = self._with_best_batch(lengths, bundle, limits, batch_limit)
         elif bundle.batch_per_worker > batch_limit:
@@ -161,9 +158,7 @@ class Provisioning:
         r_max = limits.r_max or automatic_r_max(lengths, bundle)
         ratios = np.arange(1, r_max + 1)
         load = exact_law(lengths, bundle.batch_per_worker) if self.level == "exact" else None
-        prediction = predict(
-            lengths, bundle, ratios, level=self.level, load=load, moments=moments
-        )
+        prediction = predict(lengths, bundle, ratios, level=self.level, load=load, moments=moments)
         allowed = _within_tpot(prediction, limits)
         if not bool(allowed.any()):
             raise InfeasibleError(
@@ -173,9 +168,7 @@ class Provisioning:
             )
         value = np.where(allowed, prediction.throughput_per_instance, -np.inf)
         best = int(np.argmax(value))
-        low, high = self._uncertain_optima(
-            lengths, bundle, ratios, limits, moments, load, best
-        )
+        low, high = self._uncertain_optima(lengths, bundle, ratios, limits, moments, load, best)
         binding = _binding(prediction, limits, best, bundle.batch_per_worker, batch_limit)
         return ProvisionBundle(
             attention_per_ffn=int(ratios[best]),

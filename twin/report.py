@@ -102,7 +102,8 @@ def with_interval(estimate: Mapping[str, Any] | None, scale: float = 1.0) -> str
     mean, half = scale * estimate["mean"], estimate["half_width"]
     if half is None:
         return rate(mean)
-    return f"{rate(mean)} ± {scale * half:,.2g}"
+    spread = scale * half
+    return f"{rate(mean)} ± {spread:,.0f}" if spread >= 100 else f"{rate(mean)} ± {spread:.2g}"
 
 
 def _table(title: str, plain: bool, *columns: str) -> Table:
@@ -179,6 +180,7 @@ def _answer(summary: Mapping[str, Any], plain: bool) -> Panel:
         )
     )
     lines.append(Text(how_sure(best)))
+    lines += [Text(line) for line in (other_semantics(summary), best_routing(summary)) if line]
     if best["binding"]:
         lines.append(Text("held back by " + ", ".join(best["binding"]), style="yellow"))
     return Panel(
@@ -190,14 +192,37 @@ def _answer(summary: Mapping[str, Any], plain: bool) -> Panel:
     )
 
 
+def other_semantics(summary: Mapping[str, Any]) -> str:
+    """What the best ratio would be if microbatches were served the other way."""
+    other, layers = summary["other_semantics"], summary["bundle"]["num_layers"]
+    return (
+        f"under {other['semantics']} with {other['microbatches']} microbatches the best would be "
+        f"r = {other['r']}: {rate(other['throughput_per_instance'] / layers)} tokens/s, "
+        f"{duration(other['tpot_s'])} per output token"
+    )
+
+
+def best_routing(summary: Mapping[str, Any]) -> str:
+    """What the best routing policy would gain, where one beats the baseline for certain."""
+    rows = summary.get("stragglers", {}).get("routing", [])
+    better = [row for row in rows if row["gain"] and row["gain"]["verdict"] == "a"]
+    if not better:
+        return ""
+    best = max(better, key=lambda row: row["gain"]["mean"])
+    gain = best["gain"]
+    return (
+        f"refilling free slots by {best['policy']} gains {100 * gain['mean']:.1f} ± "
+        f"{100 * gain['half_width']:.1f} % throughput over random refill"
+    )
+
+
 def headline(best: Mapping[str, Any]) -> str:
     """Why the ratio in use is what it is: the rest of the sentence "r = ..."."""
     if best["is_given"]:
         if best["r"] == best["best_r"]:
             return "was given, and is the best ratio"
-        return (
-            f"was given; the best is {best['best_r']} ({percent(best['regret'])} more throughput)"
-        )
+        lost = percent(best["regret"])
+        return f"was given and loses {lost} of throughput; the best is r = {best['best_r']}"
     return f"is the best ratio by the {LEVEL_NAMES[best['level']]} level"
 
 
@@ -229,7 +254,7 @@ def levels_table(summary: Mapping[str, Any], plain: bool) -> Table:
         table.add_row(
             LEVEL_NAMES[name],
             str(level["r"]),
-            f"{level['r_real']:.2f}",
+            "no limit" if level["r_real"] is None else f"{level['r_real']:.2f}",
             duration(level["cycle_s"]),
             rate(level["tokens_per_s_per_instance"]),
             percent(level["regret"]),
@@ -289,6 +314,8 @@ def _simulation_caption(simulation: Mapping[str, Any]) -> str:
         f"{count(first['num_cycles'])} cycles or more; idle and barrier (waiting for the slowest) "
         f"are shares of a cycle. Best simulated r: {simulation['best_r']}"
     )
+    if simulation["start"] == "cold":
+        text += ". Theory here is that of a cold start over these cycles"
     if len(same) > 1:
         others = ", ".join(str(r) for r in same if r != simulation["best_r"])
         text += f"; cannot tell it apart from {others}"

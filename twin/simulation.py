@@ -11,10 +11,9 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
-from models.attention_ffn import horizon_load, predict
+from models.attention_ffn import predict
 from models.scenario import FaultSettings
 from policies.catalog import ROUTING
-from policies.provisioning import shift_load
 from twin.bundle import simulate_saturated
 from twin.comparisons import not_worse_than_best, paired_difference
 from twin.faults import Fault, JitteryWorker, LostWorker, PauseWorker, SlowWorker
@@ -150,9 +149,14 @@ class Simulator:
             curve = theory.deciding.throughput_per_instance
             return np.asarray([curve[r - 1] for r in ratios])
         steps = max(1, self.num_cycles // theory.bundle.microbatches)
-        shift = horizon_load(theory.workload.lengths, steps) - theory.moments.theta_tokens
         prediction = predict(
-            theory.workload.lengths, shift_load(theory.bundle, shift), list(ratios), level=level
+            theory.workload.lengths,
+            theory.bundle,
+            ratios,
+            level=level,
+            load=theory.load,
+            moments=theory.moments,
+            horizon_steps=steps,
         )
         return prediction.throughput_per_instance
 

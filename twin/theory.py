@@ -177,7 +177,7 @@ def _level_summary(theory: Theory, name: str) -> dict[str, Any]:
     layers = theory.bundle.num_layers
     return {
         "r": level.r,
-        "r_real": level.r_real,
+        "r_real": level.r_real if math.isfinite(level.r_real) else None,
         "regime": level.regime,
         "cycle_s": float(level.cycle_s[at]),
         "throughput_per_instance": float(level.throughput_per_instance[at]),
