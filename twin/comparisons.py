@@ -84,9 +84,10 @@ def not_worse_than_best(
 ) -> tuple[Setting, ...]:
     """Settings that the runs cannot tell from the one with the largest mean.
 
-    Each is compared with the best by a one-sided paired t test; Holm's step-down rule keeps the
-    chance of leaving out any setting that is as good as the best below ``1 - confidence``, up to
-    the luck by which the best was picked.
+    Each is compared with the best by a one-sided paired t test under Holm's step-down rule. A
+    given setting that is in truth as good as any is left out with a chance of about
+    ``1 - confidence`` or less. That one of several equally good ones is left out is likelier,
+    because the best is picked by luck among them.
 
     Args:
         values_by_setting: Setting -> [k] larger-is-better numbers, same replications for all.

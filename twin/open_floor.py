@@ -108,8 +108,9 @@ class OpenFloor:
 
     def meet_boundary(self, pool: OpenPool, now: float) -> bool:
         """End the step under way, let requests in; whether there is anything to do."""
-        if pool.is_running:
-            self._finish_step(pool, now)
+        ended = (now - pool.begun_s, max(pool.loads)) if pool.is_running else None
+        if ended:
+            self._finish_step(pool, now, ended[0])
         if self.effects is not None and self.effects.has_losses:
             self._meet_presence(pool, self.effects, now)
         waiting = self.line.open_until(now)
@@ -117,14 +118,15 @@ class OpenFloor:
             self._admit(pool, waiting, now)
         pool.begun_s = now
         pool.is_running = pool.num_live > 0
+        if ended and self.series.is_due():
+            self._sample(now, *ended)
         return pool.is_running
 
     def wants_timeline(self) -> bool:
         """Whether the step that begins now is to be drawn."""
         return self.totals.steps < self._timeline_steps
 
-    def _finish_step(self, pool: OpenPool, now: float) -> None:
-        step_s, top = now - pool.begun_s, max(pool.loads)
+    def _finish_step(self, pool: OpenPool, now: float, step_s: float) -> None:
         made = pool.finish_step(now)
         totals = self.totals
         totals.steps += 1
@@ -135,13 +137,10 @@ class OpenFloor:
         for gap_s in made.resumed_gaps_s:
             self.gaps.add(gap_s, 1)
             totals.retry_wait_s += gap_s
-        if self.series.is_due():
-            self._sample(now, top, step_s)
         if self._on_progress is not None and totals.steps % _PROGRESS_STEPS == 0:
             self._on_progress(totals.completed)
 
-    def _sample(self, now: float, max_load_tokens: int, step_s: float) -> None:
-        self.line.open_until(now)
+    def _sample(self, now: float, step_s: float, max_load_tokens: int) -> None:
         point = SeriesPoint(
             time_s=now,
             queue_length=len(self.line),

@@ -15,14 +15,14 @@ _BINS_PER_UNIT = 1000.0
 
 
 class SeriesPoint(NamedTuple):
-    """State at the end of a step.
+    """State at the end of a step, once requests have left and others have joined.
 
     Attributes:
         time_s: When.
         queue_length: Requests that wait for a slot.
         live_slots: Filled slots of all microbatches.
         load_tokens: Tokens held in all slots.
-        max_load_tokens: Tokens of the fullest worker in the microbatch whose step ended.
+        max_load_tokens: Tokens that the fullest worker read in that step.
         step_s: Length of that step: the gap between two tokens of its requests.
     """
 

@@ -304,8 +304,8 @@ def _checked_requests(
     if len(steps_back):
         row = int(steps_back[0]) + 1
         raise ValueError(
-            f"arrival_s must not decrease, found {arrivals[row]!r} after {arrivals[row - 1]!r} "
-            f"at index {row}"
+            f"arrival_s must not decrease, found {arrivals[row]:.17g} after "
+            f"{arrivals[row - 1]:.17g} at index {row}"
         )
     _require(int(prompts.min()) >= 0, "prompt_tokens must be >= 0", int(prompts.min()))
     _require(int(outputs.min()) >= 1, "output_tokens must be >= 1", int(outputs.min()))

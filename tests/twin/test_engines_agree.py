@@ -43,7 +43,13 @@ SERIES = (
 @pytest.mark.parametrize("routing", ["random", "round_robin", "least_token_load", "power_of_two"])
 @pytest.mark.parametrize(
     ("semantics", "m", "layers"),
-    [("barrier", 1, 1), ("barrier", 3, 5), ("pingpong", 1, 1), ("pingpong", 2, 9), ("pingpong", 3, 3)],
+    [
+        ("barrier", 1, 1),
+        ("barrier", 3, 5),
+        ("pingpong", 1, 1),
+        ("pingpong", 2, 9),
+        ("pingpong", 3, 3),
+    ],
 )
 def test_both_engines_give_identical_series(
     routing: str, semantics: Any, m: int, layers: int

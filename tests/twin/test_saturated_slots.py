@@ -138,9 +138,7 @@ def test_replications_and_seeds_differ_and_repeat() -> None:
     bundle = Bundle(coefficients=COEFFICIENTS, batch_per_worker=5)
 
     def end_s(seed: int, replication: int) -> float:
-        run = simulate_saturated(
-            bundle, 3, LAW, seed=seed, replication=replication, num_cycles=300
-        )
+        run = simulate_saturated(bundle, 3, LAW, seed=seed, replication=replication, num_cycles=300)
         return float(run.cycle_end_s[-1])
 
     assert end_s(1, 0) == end_s(1, 0)
@@ -189,7 +187,10 @@ def test_a_timeline_shows_the_stages_of_the_first_cycles_whichever_engine_ran() 
         ({"engine": "gpu"}, "engine must be 'auto', 'simpy' or 'compiled', found 'gpu'"),
         ({"start": "warm"}, "start must be 'stationary' or 'cold', found 'warm'"),
         ({"timeline_cycles": -1}, "timeline_cycles must be >= 0, found -1"),
-        ({"simulated_layers": 0}, r"simulated_layers must be one of 1\.\.1 \(num_layers\), found 0"),
+        (
+            {"simulated_layers": 0},
+            r"simulated_layers must be one of 1\.\.1 \(num_layers\), found 0",
+        ),
         ({"seed": -1}, "seed and replication must be >= 0"),
         ({"attention_per_ffn": 0}, "attention_per_ffn must be >= 1, found 0"),
     ],
