@@ -205,7 +205,9 @@ class Assembly:
         if not counts:
             return []
         rules = "; ".join(f"{count} x {rule}" for rule, count in counts.items())
-        return [f"{sum(counts.values())} rows were left out: {rules}"]
+        number = sum(counts.values())
+        were = "row was" if number == 1 else "rows were"
+        return [f"{number} {were} left out: {rules}"]
 
     def _why_empty(self) -> str:
         counts = self.bad_rows.counts

@@ -153,7 +153,7 @@ def detect_format(path: str | Path) -> str:
     head = _head(Path(path))
     name = _format_of(head, Options())
     if name in (generic.CSV, generic.JSONL):
-        generic.check_readable(head.path, head.names)
+        generic.check_readable(head)
     return name
 
 

@@ -84,7 +84,7 @@ def looks_readable(names: Names) -> bool:
 
 def read_csv(header: CsvHeader, options: Options) -> Trace:
     """Read a CSV file of no known family."""
-    parts = _parts(header.path, header.names, options.columns or {})
+    parts = _parts(header, options.columns or {})
     blocks = parts.column_by_role.get("hash_ids")
     notes = parts.notes
     if blocks is not None:
@@ -97,7 +97,7 @@ def read_csv(header: CsvHeader, options: Options) -> Trace:
 
 def read_jsonl(head: JsonHead, options: Options) -> Trace:
     """Read a JSON Lines file of no known family; block ids need ``block_tokens``."""
-    parts = _parts(head.path, head.names, options.columns or {})
+    parts = _parts(head, options.columns or {})
     blocks, size = parts.column_by_role.get("hash_ids"), options.block_tokens
     notes = parts.notes
     if blocks is not None and size is None:
@@ -118,13 +118,13 @@ def read_jsonl(head: JsonHead, options: Options) -> Trace:
     return _with_numbers(read_json_columns(head, layout, options))
 
 
-def check_readable(path: Path, names: Names) -> None:
+def check_readable(head: CsvHeader | JsonHead) -> None:
     """Refuse a file in which not every needed column can be guessed.
 
     Raises:
         TraceError: With the columns found.
     """
-    _parts(path, names, {})
+    _parts(head, {})
 
 
 def check_roles(path: Path, columns: Mapping[str, str]) -> None:
@@ -187,7 +187,8 @@ def _with_numbers(columns: Columns) -> Trace:
     return replace(with_measured(columns.trace, **known), think_s=think_s)
 
 
-def _parts(path: Path, names: Names, given: Mapping[str, str]) -> _Parts:
+def _parts(head: CsvHeader | JsonHead, given: Mapping[str, str]) -> _Parts:
+    path, names = head.path, head.names
     check_roles(path, given)
     column_by_role = {role: _named(path, names, role, name) for role, name in given.items()}
     guessed = {}
@@ -205,7 +206,7 @@ def _parts(path: Path, names: Names, given: Mapping[str, str]) -> _Parts:
     column_by_role |= guessed
     missing = [role for role in ("prompt", "output") if role not in column_by_role]
     if missing:
-        raise TraceError(f"{path}: {_refusal(names, missing)}")
+        raise TraceError(f"{path}: {_refusal(head, missing)}")
     taken = ", ".join(f"{column} as {_SAID[role]}" for role, column in column_by_role.items())
     notes = [f"columns taken: {taken}"]
     if guessed:
@@ -213,10 +214,11 @@ def _parts(path: Path, names: Names, given: Mapping[str, str]) -> _Parts:
     return _Parts(column_by_role, tuple(notes))
 
 
-def _refusal(names: Names, missing: list[str]) -> str:
+def _refusal(head: CsvHeader | JsonHead, missing: list[str]) -> str:
+    names = head.names
     said = " and ".join(_SAID[role] for role in missing)
     advice = ", ".join(f"{role}=NAME" for role in missing)
-    if len(names.spelled) == 1:
+    if isinstance(head, CsvHeader) and len(names.spelled) == 1:
         hint = "; fields must be separated by ',', ';' or a tab"
     elif any(names.has(column) for column in _TIMINGS):
         hint = "; this looks like a table of measured times, not of requests"

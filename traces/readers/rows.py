@@ -116,7 +116,7 @@ class RowCollector:
             request_ids=[str(name) for name in self._names] if layout.request_id else None,
             session_ids=self._sessions if layout.session_id else None,
             numbers={
-                column: numbers.reshape(len(self), -1)[:, i].copy()
+                column: numbers.reshape(len(self), len(layout.numbers))[:, i].copy()
                 for i, column in enumerate(layout.numbers)
             },
         )

@@ -13,7 +13,7 @@ from traces.errors import TraceError
 LARGEST_TOKENS = 2**31 - 1
 LONGEST_SHOWN = 48
 
-_WHOLE = re.compile(r"[+-]?[0-9]{1,30}")
+_WHOLE = re.compile(r"[+-]?0*([0-9]+)")
 _NUMBER = re.compile(r"[+-]?(?:[0-9]+\.?[0-9]*|\.[0-9]+)(?:[eE][+-]?[0-9]+)?")
 
 
@@ -62,7 +62,8 @@ class BadRows:
         """The error that says where the row is and what is wrong with it."""
         column = f", column {bad.column}" if bad.column else ""
         hints = [bad.hint] if bad.hint else []
-        if is_torn:
+        # A row that is complete and wrong says nothing about where the file ends.
+        if is_torn and (not bad.column or bad.found == "''"):
             hints.append("the last line has no end: the file seems cut")
         hint = f" ({'; '.join(hints)})" if hints else ""
         return TraceError(
@@ -95,8 +96,11 @@ def number_in_text(text: str) -> int | float | None:
     if len(text) < 19 and text.isascii() and text.isdecimal():
         return int(text)
     stripped = text.strip()
-    if _WHOLE.fullmatch(stripped):
-        return int(stripped)
+    whole = _WHOLE.fullmatch(stripped)
+    if whole:
+        # Thirty digits are far beyond what any column may hold; the rest only costs time.
+        number = int(whole[1][:30])
+        return -number if stripped[0] == "-" else number
     if _NUMBER.fullmatch(stripped):
         return float(stripped)
     if stripped.lower().lstrip("+-") in {"nan", "inf", "infinity"}:

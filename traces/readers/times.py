@@ -23,7 +23,7 @@ _STAMP = re.compile(
     r"(?:[T ]([0-9]{2})(?::([0-9]{2})(?::([0-9]{2})(?:\.([0-9]+))?)?)?)?"
     r" ?(Z|UTC|[+-][0-9]{2}(?::?[0-9]{2})?)?"
 )
-_PLAIN_WHOLE = "^[0-9]{1,18}$"
+_PLAIN_WHOLE = "^[0-9]{1,19}$"
 _PLAIN_NUMBER = r"^[0-9]+(\.[0-9]*)?([eE][+-]?[0-9]+)?$"
 # A moment between 2001 and 2096, counted from 1970: no trace that counts from its own start in
 # the same unit begins that late.
@@ -208,10 +208,13 @@ def _plain_numbers(texts: Any) -> Raw | None:
     import pyarrow.compute as pc
 
     if pc.all(pc.match_substring_regex(texts, _PLAIN_WHOLE)).as_py():
-        return whole_numbers(pc.cast(texts, pa.int64()))
+        try:
+            return whole_numbers(pc.cast(texts, pa.int64()))
+        except pa.ArrowInvalid:
+            return None
     if pc.all(pc.match_substring_regex(texts, _PLAIN_NUMBER)).as_py():
         values = numbers(pc.cast(texts, pa.float64()))
-        return values if bool(np.isfinite(values).all()) else None
+        return values if bool((values < 2**63).all()) else None
     return None
 
 
