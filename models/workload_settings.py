@@ -154,7 +154,18 @@ class OnOffArrivals:
         require_not_negative("workload.arrivals", off_rate_per_s=self.off_rate_per_s)
 
 
-ArrivalSettings = TraceArrivals | PoissonArrivals | GammaArrivals | OnOffArrivals
+@dataclass(frozen=True, slots=True, kw_only=True)
+class SessionArrivals:
+    """Sessions of a trace start as a Poisson process; their calls keep their recorded distances."""
+
+    kind: Literal["sessions"] = "sessions"
+    sessions_per_s: float
+
+    def __post_init__(self) -> None:
+        require_positive("workload.arrivals", sessions_per_s=self.sessions_per_s)
+
+
+ArrivalSettings = TraceArrivals | PoissonArrivals | GammaArrivals | OnOffArrivals | SessionArrivals
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -224,10 +235,15 @@ class Workload:
                 "[workload] format, columns, time_unit, skip_bad_rows and servegen are about a "
                 "trace; remove them or give [workload] trace"
             )
-        if self.lengths is not None and isinstance(self.arrivals, TraceArrivals):
+        if self.lengths is not None and isinstance(self.arrivals, TraceArrivals | SessionArrivals):
             raise ScenarioError(
-                "[workload.arrivals] kind: 'trace' needs [workload] trace; "
+                f"[workload.arrivals] kind: '{self.arrivals.kind}' needs [workload] trace; "
                 "with a length law choose poisson, gamma or on_off"
+            )
+        if isinstance(self.arrivals, SessionArrivals) and self.num_requests is not None:
+            raise ScenarioError(
+                "[workload] num_requests: kind = 'sessions' serves every call of every session; "
+                "remove it (run.horizon_s ends a run early)"
             )
         require_at_least_one("workload", num_requests=self.num_requests)
         require_at_most("workload", 100_000_000, num_requests=self.num_requests)

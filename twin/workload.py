@@ -22,6 +22,7 @@ from models.workload_settings import (
     OnOffArrivals,
     PoissonArrivals,
     ServegenWindow,
+    SessionArrivals,
     TraceArrivals,
     Workload,
 )
@@ -82,6 +83,8 @@ class ResolvedWorkload:
         if settings is None or isinstance(settings, TraceArrivals):
             scale = 1.0 if settings is None else settings.rate_scale
             return self._as_recorded(rng, scale)
+        if isinstance(settings, SessionArrivals):
+            return self._started_sessions(rng, settings)
         count = self.settings.num_requests or self._default_count()
         prompts, outputs = self.lengths.sample(rng, count)
         return OpenLoopRequests(
@@ -90,6 +93,28 @@ class ResolvedWorkload:
 
     def _default_count(self) -> int:
         return len(self.trace) if self.trace is not None else DEFAULT_OPEN_LOOP_REQUESTS
+
+    def _started_sessions(
+        self, rng: np.random.Generator, settings: SessionArrivals
+    ) -> OpenLoopRequests:
+        from traces.readers import count_sessions, start_sessions
+
+        if self.trace is None:
+            raise ScenarioError(
+                "[workload.arrivals] kind: 'sessions' needs a trace of sessions; "
+                f"{self.name} has none"
+            )
+        starts = arrival_processes.poisson(
+            rng, rate_per_s=settings.sessions_per_s, num_requests=count_sessions(self.trace)
+        )
+        started = start_sessions(self.trace, starts)
+        if started.arrival_s is None:
+            raise ScenarioError(f"[workload.arrivals] kind: {self.source} has no session times")
+        return OpenLoopRequests(
+            arrival_s=started.arrival_s,
+            prompt_tokens=started.prompt_tokens,
+            output_tokens=started.output_tokens,
+        )
 
     def _as_recorded(self, rng: np.random.Generator, scale: float) -> OpenLoopRequests:
         if self.trace is None:
@@ -101,7 +126,8 @@ class ResolvedWorkload:
             raise ScenarioError(
                 f"[workload.arrivals] kind: {self.source} has no arrival times; an open-loop run "
                 "needs a process, e.g. --set workload.arrivals.kind=poisson "
-                "--set workload.arrivals.rate_per_s=2"
+                "--set workload.arrivals.rate_per_s=2, or for a trace of sessions "
+                "--set workload.arrivals.kind=sessions --set workload.arrivals.sessions_per_s=0.1"
             )
         count = self.settings.num_requests or len(self.trace)
         times = arrival_processes.replay(self.trace.arrival_s, rate_scale=scale, num_requests=count)

@@ -4,7 +4,7 @@ One file per family of formats; what they share (bytes, rules of fields, times, 
 JSON rows) stands beside them. Nothing here makes requests up: generators live a level above.
 """
 
-from traces.readers.agentic import start_sessions
+from traces.readers.agentic import count_sessions, start_sessions
 from traces.readers.catalog import FORMATS, detect_format, read_trace
 
-__all__ = ["FORMATS", "detect_format", "read_trace", "start_sessions"]
+__all__ = ["FORMATS", "count_sessions", "detect_format", "read_trace", "start_sessions"]

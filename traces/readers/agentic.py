@@ -112,6 +112,17 @@ _NOTES = (
 )
 
 
+def count_sessions(trace: Trace) -> int:
+    """How many sessions ``start_sessions`` wants start times for; sub-agents are not counted.
+
+    Raises:
+        TraceError: If the trace has no sessions.
+    """
+    if trace.session_ids is None:
+        raise TraceError(f"{trace.source}: has no sessions")
+    return len({str(name).split(SUBAGENT)[0] for name in trace.session_ids})
+
+
 def start_sessions(trace: Trace, session_start_s: NDArray[np.float64]) -> Trace:
     """The trace with arrival times, once each session is told when it starts.
 
