@@ -23,6 +23,7 @@ __all__ = [
     "not_worse_than_best",
     "paired_difference",
     "ratio_batch_means",
+    "ratio_replications",
     "replications",
 ]
 
@@ -40,7 +41,8 @@ class Estimate:
         standard_error: Of the mean.
         confidence: Nominal coverage of ``mean`` +- ``half_width``.
         num_samples: Independent pieces it rests on: batches or replications.
-        method: ``batch means``, ``ratio of batch means`` or ``replications``.
+        method: ``batch means``, ``ratio of batch means``, ``replications`` or ``ratio of
+            replications``.
         lag1: Correlation of neighbouring batches; None for replications.
         warning: Why the interval may be too narrow, or None.
     """

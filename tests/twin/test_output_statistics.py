@@ -13,6 +13,7 @@ from twin.output_statistics import (
     not_worse_than_best,
     paired_difference,
     ratio_batch_means,
+    ratio_replications,
     replications,
 )
 
@@ -103,6 +104,20 @@ class TestRatio:
     def test_different_lengths_are_refused(self) -> None:
         with pytest.raises(ValueError, match="differ in length: 50 and 51"):
             ratio_batch_means(np.ones(50), np.ones(51))
+
+    def test_over_runs_it_covers_the_ratio_of_means_where_the_mean_of_ratios_is_biased(
+        self,
+    ) -> None:
+        # Tokens fixed, seconds exponential around 1 with a floor: E[1 / s] is well above 1 / E[s].
+        seconds = 0.2 + 0.8 * stream(13, "seconds").exponential(size=(2000, 40))
+        hits = 0
+        for row in seconds:
+            estimate = ratio_replications(np.ones(40), row)
+            hits += estimate.low <= 1.0 <= estimate.high
+        assert abs(hits / 2000 - 0.95) < 0.03
+        assert abs(float((1 / seconds).mean()) - 1.0) > 0.3
+        with pytest.raises(ValueError, match="differ in length: 5 and 6"):
+            ratio_replications(np.ones(5), np.ones(6))
 
 
 class TestReplications:
