@@ -219,6 +219,8 @@ def simulate_open_loop(
     end_s = floor.last_s if horizon_s is None else horizon_s
     floor.line.open_until(end_s)
     counts = _count(floor, end_s)
+    if on_progress is not None:
+        on_progress(counts["completed"])
     return OpenLoopRun(
         bundle=bundle,
         attention_per_ffn=attention_per_ffn,

@@ -150,6 +150,12 @@ class SaturatedRun:
         return float(self.cycle_s.sum() / self.healthy_cycle_s.sum()) - 1.0
 
     @property
+    def missing_slots(self) -> float:
+        """Share of the bundle's slots that were away with lost workers."""
+        full = self.attention_per_ffn * self.bundle.batch_per_worker
+        return 1.0 - float(self.live_slots.mean()) / full
+
+    @property
     def worker_mean_load_tokens(self) -> NDArray[np.float64]:
         """[r] mean load of each worker, from the samples."""
         means: NDArray[np.float64] = self.load_samples.mean(axis=0)

@@ -111,3 +111,11 @@ def test_without_numba_the_simpy_engine_runs_and_says_so(monkeypatch: pytest.Mon
     assert "Ran on SimPy's clock: numba is not installed." in run.notes
     with pytest.raises(ValueError, match="engine 'compiled' needs numba"):
         simulate_saturated(bundle, 2, WEIGHTED, seed=1, num_cycles=3, engine="compiled")
+
+
+def test_where_machine_code_cannot_be_kept_the_loops_are_compiled_anew() -> None:
+    from twin.compiled_steps import compiled
+
+    namespace: dict[str, Any] = {}
+    exec("def add(a, b):\n    return a + b", namespace)  # no file, so nowhere to keep a cache
+    assert compiled(namespace["add"])(2, 3) == 5

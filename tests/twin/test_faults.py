@@ -127,6 +127,7 @@ def test_the_barrier_runs_with_one_worker_less_until_the_lost_one_is_back() -> N
     assert lost.live_slots.tolist() == [8, 8, 8, 4] + [8] * 8
     assert lost.ffn_s.tolist() == [5, 5, 5, 3] + [5] * 8
     assert lost.cycle_s.tolist() == [45] * 12
+    assert lost.missing_slots == pytest.approx(4 / (12 * 8))
 
 
 @pytest.mark.parametrize("routing", ["random", "least_token_load"])
