@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import io
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
@@ -237,3 +237,65 @@ def latency_figure(summary: Mapping[str, Any]) -> Figure:
     axes.set_ylim(0, 1.01)
     axes.legend(frameon=False, fontsize=9)
     return figure
+
+
+def sweep_picture(rows: Sequence[Mapping[str, Any]], keys: Sequence[str]) -> bytes | None:
+    """Throughput (or, open loop, the 99th percentile of TTFT) over one or two swept numbers.
+
+    Args:
+        rows: One a finished point, as in ``sweep.csv``.
+        keys: Swept keys; one, or two of which the second becomes one line each.
+
+    Returns:
+        PNG, or None where the first key has no numbers or there are more than two keys.
+    """
+    usable = [row for row in rows if not row["infeasible"]]
+    numbers = [_number(row[keys[0]]) for row in usable]
+    x = [value for value in numbers if value is not None]
+    if len(keys) > 2 or len(x) < 2 or len(x) < len(numbers):
+        return None
+    is_open_loop = usable[0]["completed"] != ""
+    figure, axes = _new(
+        "Sweep",
+        keys[0],
+        "TTFT p99, s" if is_open_loop else "output tokens/s per instance",
+    )
+    groups: dict[str, list[tuple[float, Mapping[str, Any]]]] = {}
+    for at, row in zip(x, usable, strict=True):
+        groups.setdefault(str(row[keys[1]]) if len(keys) == 2 else "", []).append((at, row))
+    for number, (name, points) in enumerate(groups.items()):
+        points.sort(key=lambda point: point[0])
+        colour = f"C{number % 10}"
+        places = [at for at, _ in points]
+        label = f"{keys[1]} = {name}" if name else None
+        if is_open_loop:
+            values = [row["ttft_p99_s"] or np.nan for _, row in points]
+            axes.plot(places, values, marker="o", ms=4, color=colour, label=label)
+            continue
+        axes.plot(
+            places,
+            [row["predicted_tokens_per_s_per_instance"] for _, row in points],
+            color=colour,
+            label=f"{label or 'theory'}",
+        )
+        axes.errorbar(
+            places,
+            [row["tokens_per_s_per_instance"] for _, row in points],
+            yerr=[row["tokens_per_s_half_width"] for _, row in points],
+            fmt="o",
+            ms=4,
+            capsize=3,
+            color=colour,
+            label=None if label else "twin",
+        )
+    axes.set_ylim(bottom=0)
+    if axes.get_legend_handles_labels()[0]:
+        axes.legend(frameon=False, fontsize=9)
+    return _png(figure)
+
+
+def _number(text: Any) -> float | None:
+    try:
+        return float(text)
+    except (TypeError, ValueError):
+        return None

@@ -103,7 +103,7 @@ def with_interval(estimate: Mapping[str, Any] | None, scale: float = 1.0) -> str
     if half is None:
         return rate(mean)
     spread = scale * half
-    return f"{rate(mean)} ± {spread:,.0f}" if spread >= 100 else f"{rate(mean)} ± {spread:.2g}"
+    return f"{rate(mean)} ± {spread:,.0f}" if spread >= 99.5 else f"{rate(mean)} ± {spread:.2g}"
 
 
 def _table(title: str, plain: bool, *columns: str) -> Table:
@@ -442,32 +442,52 @@ def _open_loop_facts(run: Mapping[str, Any]) -> list[tuple[str, str]]:
 
 def print_sweep(rows: Sequence[Mapping[str, Any]], keys: Sequence[str], console: Console) -> None:
     """One line a finished point of a sweep."""
+    fixed = [name for name in ("r", "batch_per_worker") if f"attention_ffn.{name}" not in keys]
+    is_open_loop = any(row["completed"] != "" for row in rows)
+    measured = (
+        ("TTFT p99", "TPOT", "goodput", "unfinished")
+        if is_open_loop
+        else ("theory", "twin, tokens/s", "TPOT", "A idle", "F idle")
+    )
     table = _table(
         "Sweep",
         not console.is_terminal,
-        *keys,
-        *("r", "B", "theory", "twin, tokens/s", "TPOT", "A idle", "F idle"),
+        *(key.split(".")[-1] for key in keys),
+        *({"r": "r", "batch_per_worker": "B"}[name] for name in fixed),
+        *measured,
     )
     for row in rows:
         settings = [str(row[key]) for key in keys]
         if row["infeasible"]:
-            table.add_row(*settings, "-", Text(str(row["infeasible"]), style="yellow"))
+            settings += ["-"] * (len(fixed) + len(measured) - 1)
+            table.add_row(*settings, Text(str(row["infeasible"]), style="yellow"))
             continue
-        twin = {
-            "mean": row["tokens_per_s_per_instance"],
-            "half_width": row["tokens_per_s_half_width"],
-        }
-        table.add_row(
-            *settings,
-            str(row["r"]),
-            str(row["batch_per_worker"]),
-            rate(row["predicted_tokens_per_s_per_instance"]),
-            with_interval(twin) if twin["mean"] != "" else "-",
-            duration(row["tpot_s"]),
-            percent(row["attention_idle"], 1),
-            percent(row["ffn_idle"], 1),
-        )
+        cells = _latency_cells(row) if is_open_loop else _throughput_cells(row)
+        table.add_row(*settings, *(str(row[name]) for name in fixed), *cells)
     console.print(table)
+
+
+def _throughput_cells(row: Mapping[str, Any]) -> list[str]:
+    twin = {
+        "mean": row["tokens_per_s_per_instance"],
+        "half_width": row["tokens_per_s_half_width"],
+    }
+    return [
+        rate(row["predicted_tokens_per_s_per_instance"]),
+        with_interval(twin),
+        duration(row["tpot_s"]),
+        percent(row["attention_idle"], 1),
+        percent(row["ffn_idle"], 1),
+    ]
+
+
+def _latency_cells(row: Mapping[str, Any]) -> list[str]:
+    return [
+        duration(row["ttft_p99_s"], 3) if row["ttft_p99_s"] != "" else "-",
+        duration(row["tpot_mean_s"], 3) if row["tpot_mean_s"] != "" else "-",
+        percent(row["goodput_share"], 1) if row["goodput_share"] != "" else "-",
+        count(row["unfinished"]),
+    ]
 
 
 def print_validation(rows: Sequence[Mapping[str, Any]], console: Console) -> None:

@@ -314,7 +314,7 @@ def _write_atomically(path: Path, text: str) -> None:
 
 
 def _write_tables(out: Path, result: SweepResult) -> None:
-    """``sweep.csv``: one row a finished point, in the order of the grid."""
+    """``sweep.csv``: one row a finished point, in grid order; a picture of a complete sweep."""
     rows = sweep_rows(result)
     buffer = io.StringIO()
     if rows:
@@ -322,6 +322,14 @@ def _write_tables(out: Path, result: SweepResult) -> None:
         writer.writeheader()
         writer.writerows(rows)
     _write_atomically(out / "sweep.csv", buffer.getvalue())
+    if result.is_complete and rows:
+        from twin.plots import sweep_picture
+
+        picture = sweep_picture(rows, [axis.key for axis in result.axes])
+        if picture is not None:
+            partial = out / f".sweep.png.partial-{os.getpid()}"
+            partial.write_bytes(picture)
+            partial.replace(out / "sweep.png")
 
 
 def sweep_rows(result: SweepResult) -> list[dict[str, Any]]:
@@ -348,6 +356,14 @@ COLUMNS = (
     "barrier_overhead",
     "attention_idle",
     "ffn_idle",
+    "completed",
+    "unfinished",
+    "ttft_p50_s",
+    "ttft_p99_s",
+    "tpot_mean_s",
+    "e2e_p99_s",
+    "goodput_share",
+    "goodput_per_s",
     "infeasible",
 )
 
@@ -377,4 +393,27 @@ def _flat(summary: Mapping[str, Any]) -> dict[str, Any]:
         ("tokens_per_s_half_width", "half_width"),
     ):
         values[name] = points[0]["throughput_per_instance"][field] / layers if points else ""
+    values.update(_open_loop_columns(summary.get("open_loop")))
     return {name: values.get(name, "") for name in COLUMNS}
+
+
+def _open_loop_columns(run: Mapping[str, Any] | None) -> dict[str, Any]:
+    """Latency columns of an open-loop point; nothing for a saturated one."""
+    if run is None:
+        return {}
+    columns: dict[str, Any] = {
+        "completed": run["completed"],
+        "unfinished": run["running"] + run["queued"] + run["preparing"],
+    }
+    for name, latency, statistic in (
+        ("ttft_p50_s", "ttft_s", "p50"),
+        ("ttft_p99_s", "ttft_s", "p99"),
+        ("tpot_mean_s", "tpot_s", "mean"),
+        ("e2e_p99_s", "e2e_s", "p99"),
+    ):
+        if run["latency"][latency]:
+            columns[name] = run["latency"][latency][statistic]
+    if run["goodput"]:
+        columns["goodput_share"] = run["goodput"]["share"]
+        columns["goodput_per_s"] = run["goodput"]["requests_per_s"]
+    return columns

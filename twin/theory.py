@@ -328,6 +328,11 @@ def calibration_warnings(theory: Theory) -> list[str]:
         elif share > 0:
             found.append(
                 f"{calibration.name}: {stage} is used outside its calibrated range "
-                f"(this run: {values.min():,.0f} to {values.max():,.0f} tokens)"
+                f"(this run: {_span(values)} tokens)"
             )
     return found
+
+
+def _span(values: NDArray[np.float64]) -> str:
+    low, high = f"{values.min():,.0f}", f"{values.max():,.0f}"
+    return low if low == high else f"{low} to {high}"
