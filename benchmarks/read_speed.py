@@ -5,7 +5,7 @@
 Each format is written to a temporary directory and read by a fresh process of one thread, three
 times. Printed: median and spread of the CPU seconds of ``read_trace`` (without the import of numpy
 and Arrow) and the largest resident memory of the process. One in ten thousand rows of the file with
-bad rows is left out; the file with spaces after its commas is read row by row, without Arrow.
+bad rows is left out; a file with lengths such as 12e0 is read row by row, without Arrow.
 """
 
 import gzip
@@ -58,9 +58,10 @@ def quoted(rows: Iterator[str]) -> Iterator[str]:
         yield ",".join(f'"{field}"' for field in row.rstrip("\n").split(",")) + "\n"
 
 
-def spaced(rows: Iterator[str]) -> Iterator[str]:
+def changed(rows: Iterator[str], ending: str) -> Iterator[str]:
+    yield next(rows)
     for row in rows:
-        yield row.replace(",", ", ")
+        yield row.rstrip("\n") + ending + "\n"
 
 
 def splitwise_rows(num_rows: int) -> Iterator[str]:
@@ -91,7 +92,8 @@ CASES: dict[str, tuple[str, Callable[[int], Iterator[str]], dict[str, object]]] 
         {"skip_bad_rows": True},
     ),
     "Azure CSV, all fields quoted": ("d.csv", lambda n: quoted(azure_rows(n)), {}),
-    "Azure CSV, spaces: row by row": ("i.csv", lambda n: spaced(azure_rows(n)), {}),
+    "Azure CSV, lengths as 12.0": ("k.csv", lambda n: changed(azure_rows(n), ".0"), {}),
+    "Azure CSV, 1e0: row by row": ("i.csv", lambda n: changed(azure_rows(n), "e0"), {}),
     "BurstGPT CSV": ("e.csv", burstgpt_rows, {}),
     "splitwise-sim CSV, unique ids": ("f.csv", splitwise_rows, {}),
     "Mooncake JSONL without ids": ("g.jsonl", lambda n: mooncake_rows(n, False), {}),

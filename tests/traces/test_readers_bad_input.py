@@ -700,6 +700,12 @@ def test_an_unknown_column_in_the_map_lists_the_columns_found(tmp_path: Path) ->
     assert_refused(tmp_path, mooncake(), words, columns={"prompt": "p"})
 
 
+def test_one_column_cannot_play_two_roles(tmp_path: Path) -> None:
+    asked = {"prompt": "prompt_tokens", "output": "Prompt_Tokens"}
+    words = ["column prompt_tokens cannot be both prompt and output"]
+    assert_refused(tmp_path, NUMBERS, words, columns=asked)
+
+
 def test_an_unknown_role_in_the_map_lists_the_roles(tmp_path: Path) -> None:
     words = ["no role 'prompts'", "prompt, output, arrival, request_id, session, hash_ids"]
     assert_refused(tmp_path, NUMBERS, words, columns={"prompts": "prompt_tokens"})

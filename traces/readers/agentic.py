@@ -24,7 +24,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from traces.errors import TraceError
-from traces.readers.assembly import Assembly
+from traces.readers.assembly import NO_TIMES, Assembly
 from traces.readers.blocks import BlockIds, take
 from traces.readers.files import chunks
 from traces.readers.json_rows import JsonHead, json_collector, json_objects
@@ -46,6 +46,23 @@ _LAYOUT = Layout(
     block_ids="hash_ids",
     numbers=("start", "think_time", "api_time", "ttft"),
 )
+
+
+_NOTES = (
+    "sessions have no absolute times: start them by an arrival process",
+    "measured times are those of a remote service, network included",
+)
+
+
+def count_sessions(trace: Trace) -> int:
+    """How many sessions ``start_sessions`` wants start times for; sub-agents are not counted.
+
+    Raises:
+        TraceError: If the trace has no sessions.
+    """
+    if trace.session_ids is None:
+        raise TraceError(f"{trace.source}: has no sessions")
+    return len({str(name).split(SUBAGENT)[0] for name in trace.session_ids})
 
 
 @dataclass(frozen=True, slots=True)
@@ -106,23 +123,6 @@ def read(head: JsonHead, options: Options) -> Trace:
     )
 
 
-_NOTES = (
-    "sessions have no absolute times: start them by an arrival process",
-    "measured times are those of a remote service, network included",
-)
-
-
-def count_sessions(trace: Trace) -> int:
-    """How many sessions ``start_sessions`` wants start times for; sub-agents are not counted.
-
-    Raises:
-        TraceError: If the trace has no sessions.
-    """
-    if trace.session_ids is None:
-        raise TraceError(f"{trace.source}: has no sessions")
-    return len({str(name).split(SUBAGENT)[0] for name in trace.session_ids})
-
-
 def start_sessions(trace: Trace, session_start_s: NDArray[np.float64]) -> Trace:
     """The trace with arrival times, once each session is told when it starts.
 
@@ -171,9 +171,7 @@ def _ordered(trace: Trace, order: NDArray[np.int64]) -> Trace:
         block_offsets=offsets,
         block_ids=block_ids,
         measured={name: values[order] for name, values in trace.measured.items()},
-        notes=tuple(
-            note for note in trace.notes if note not in (_NOTES[0], "the file has no arrival times")
-        ),
+        notes=tuple(note for note in trace.notes if note not in (_NOTES[0], NO_TIMES)),
     )
 
 

@@ -1,8 +1,8 @@
 """Chunks of CSV read whole by Arrow, where every field used is spelled plainly.
 
-Plain are digits, a plain decimal number and a date stamp, in lines that are one row each. For
-anything else the answer is None and the rows have to be looked at one by one; so the two ways
-cannot differ in what they accept.
+Plain are digits (12 or 12.0), a plain decimal number and a date stamp, in lines that are one row
+each. For anything else the answer is None and the rows have to be looked at one by one; so the two
+ways cannot differ in what they accept.
 """
 
 from __future__ import annotations
@@ -21,6 +21,7 @@ from traces.readers.rules import LARGEST_TOKENS
 from traces.readers.times import TimeColumn
 
 _PLAIN_TOKENS = "^[0-9]{1,10}$"
+_PLAIN_WITH_POINT = r"^[0-9]{1,10}(\.0*)?$"
 _PLAIN_NUMBER = r"^([0-9]+(\.[0-9]*)?([eE][+-]?[0-9]+)?)?$"
 
 
@@ -76,6 +77,7 @@ def _text_table(
 ) -> dict[Any, Any] | None:
     """Column name -> Arrow array of strings; None unless every line is one row of UTF-8."""
     import pyarrow as pa
+    import pyarrow.compute as pc
     import pyarrow.csv as arrow_csv
 
     used = [column for column in layout.columns if column is not None]
@@ -104,7 +106,10 @@ def _text_table(
         return None
     if table.num_rows != chunk.data.count(b"\n") + chunk.is_torn:
         return None
-    return {column: table[key].combine_chunks() for column, key in keys.items()}
+    arrays = {column: table[key].combine_chunks() for column, key in keys.items()}
+    if b" " in chunk.data:
+        return {column: pc.ascii_trim_whitespace(array) for column, array in arrays.items()}
+    return arrays
 
 
 def _plain_tokens(texts: Any) -> NDArray[np.int64] | None:
@@ -112,7 +117,9 @@ def _plain_tokens(texts: Any) -> NDArray[np.int64] | None:
     import pyarrow.compute as pc
 
     if not pc.all(pc.match_substring_regex(texts, _PLAIN_TOKENS)).as_py():
-        return None
+        if not pc.all(pc.match_substring_regex(texts, _PLAIN_WITH_POINT)).as_py():
+            return None
+        texts = pc.replace_substring_regex(texts, r"\.0*$", "")
     values = whole_numbers(pc.cast(texts, pa.int64()))
     if int(values.min()) < 1 or int(values.max()) > LARGEST_TOKENS:
         return None

@@ -18,6 +18,8 @@ from traces.readers.rules import BadRow, BadRows, shown
 from traces.readers.times import Raw, TimeColumn, seconds_from_start, tick_note
 from traces.request import Trace
 
+NO_TIMES = "the file has no arrival times"
+
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Columns:
@@ -160,7 +162,7 @@ class Assembly:
         num_rows = sum(len(batch) for batch in self._batches)
         as_read = np.arange(num_rows, dtype=np.int64)
         if self.times is None:
-            notes.append("the file has no arrival times")
+            notes.append(NO_TIMES)
             return as_read, None
         parts = [batch.arrival for batch in self._batches if batch.arrival is not None]
         seconds, said = seconds_from_start(

@@ -191,6 +191,10 @@ def _parts(head: CsvHeader | JsonHead, given: Mapping[str, str]) -> _Parts:
     path, names = head.path, head.names
     check_roles(path, given)
     column_by_role = {role: _named(path, names, role, name) for role, name in given.items()}
+    for role, column in column_by_role.items():
+        others = [other for other in column_by_role if column_by_role[other] == column]
+        if others[0] != role:
+            raise TraceError(f"{path}: column {column} cannot be both {others[0]} and {role}")
     guessed = {}
     for role in ROLES:
         if role in given:

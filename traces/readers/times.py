@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import math
 import re
+from functools import lru_cache
 from typing import Any, Literal
 
 import numpy as np
@@ -118,12 +119,12 @@ class TimeColumn:
         if match is None:
             raise BadRow(self.column, shown(text), _RULE)
         date, hour, minute, second, fraction, zone = match.groups()
-        try:
-            moment = np.datetime64(f"{date}T{hour or '00'}:{minute or '00'}:{second or '00'}", "s")
-        except ValueError:
-            raise BadRow(self.column, shown(text), _RULE, "no such day or hour") from None
+        day, h, m, s = _day(date), int(hour or 0), int(minute or 0), int(second or 0)
+        if day is None or h > 23 or m > 59 or s > 59:
+            raise BadRow(self.column, shown(text), _RULE, "no such day or hour")
         nanoseconds = int(f"{fraction or '0':0<9}"[:9])
-        value = (int(moment.astype(np.int64)) - _zone_offset_s(zone)) * 10**9 + nanoseconds
+        whole_s = 86_400 * day + 3600 * h + 60 * m + s - _zone_offset_s(zone)
+        value = whole_s * 10**9 + nanoseconds
         if not 0 <= value < 2**63:
             raise BadRow(self.column, shown(text), _RULE, "allowed years: 1970 to 2261")
         self._of_kind("stamp" if zone is None else "zoned stamp", text)
@@ -193,6 +194,15 @@ def _unit(
         if _EPOCH_FROM_S * ticks <= start < _EPOCH_TO_S * ticks:
             return unit, f"column {column} is read as {unit} since 1970, by its size"
     return "s", f"column {column} is read in seconds; give time_unit if it is not"
+
+
+@lru_cache(maxsize=4096)
+def _day(date: str) -> int | None:
+    """Days from 1970-01-01 to a date as in ``2024-05-10``; None where there is no such day."""
+    try:
+        return int(np.datetime64(date, "D").astype(np.int64))
+    except ValueError:
+        return None
 
 
 def _zone_offset_s(zone: str | None) -> int:
