@@ -2,7 +2,8 @@
 
 Every number is worked out by the same operations in the same order as on SimPy's clock
 (``twin.slots``, ``twin.barrier_cycles``, ``twin.pingpong_cycles``, ``policies.routing``), so that
-the results are equal to the last bit. Random numbers come from outside, drawn by numpy.
+the results are equal to the last bit. Random numbers come from outside, drawn by numpy. All is in
+one file because numba's cache notices changes only in the file of the loop it has kept.
 
 Arrays, with m microbatches, r workers, S = r * B slots, R buckets of the calendar:
 

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
 
 import numpy as np
 from numpy.typing import ArrayLike, NDArray
@@ -17,111 +16,12 @@ from twin.admission import RequestTable
 from twin.clock import cyclic_collector_off
 from twin.fault_effects import FaultEffects
 from twin.faults import Fault, require_fits
-from twin.open_floor import OpenFloor, Totals
-from twin.open_log import GapHistogram, SeriesPoint
+from twin.open_floor import OpenFloor
+from twin.open_run import OpenLoopRun
 from twin.open_turns import BarrierTurns, PingPongTurns
-from twin.stages import StageInterval, StageTimes, default_simulated_layers
+from twin.stages import StageTimes, default_simulated_layers
 
-
-@dataclass(frozen=True, slots=True, kw_only=True, eq=False)
-class OpenLoopRun:
-    """What became of every request. Times are seconds since the start; NaN: did not happen.
-
-    ``injected == completed + running + queued + preparing`` always holds.
-
-    Attributes:
-        bundle: What was run.
-        attention_per_ffn: r.
-        seed: Of the random streams.
-        replication: Which independent repetition.
-        routing: Name of the policy, or of its class.
-        faults: What went wrong.
-        simulated_layers: Layers played one by one.
-        notes: What a reader should know, one sentence each.
-        arrival_s: [n], as given.
-        prompt_tokens: [n], as given.
-        output_tokens: [n], as given.
-        ready_s: [n] when the request asked for a slot: arrival plus prefill.
-        admitted_s: [n] when it got its first slot.
-        first_token_s: [n] end of its first decode step.
-        last_token_s: [n] end of its last one.
-        worker: [n] attention worker it was on last; -1: none yet.
-        retries: [n] how often it lost its worker.
-        injected: Requests that arrived up to the end.
-        completed: Requests with all their tokens.
-        running: Requests in slots at the end.
-        queued: Requests that waited for a slot at the end.
-        preparing: Requests in prefill at the end.
-        end_s: End of the run: its horizon, or when the last request was done.
-        totals: Sums of stage seconds, tokens and losses.
-        series: State over time, at most 4096 points.
-        gaps: All gaps between consecutive tokens of a request (ITL).
-        timeline: Stage intervals of the first steps, if asked for.
-    """
-
-    bundle: Bundle
-    attention_per_ffn: int
-    seed: int
-    replication: int
-    routing: str
-    faults: tuple[Fault, ...]
-    simulated_layers: int
-    notes: tuple[str, ...]
-    arrival_s: NDArray[np.float64]
-    prompt_tokens: NDArray[np.int64]
-    output_tokens: NDArray[np.int64]
-    ready_s: NDArray[np.float64]
-    admitted_s: NDArray[np.float64]
-    first_token_s: NDArray[np.float64]
-    last_token_s: NDArray[np.float64]
-    worker: NDArray[np.int64]
-    retries: NDArray[np.int64]
-    injected: int
-    completed: int
-    running: int
-    queued: int
-    preparing: int
-    end_s: float
-    totals: Totals
-    series: tuple[SeriesPoint, ...]
-    gaps: GapHistogram
-    timeline: tuple[StageInterval, ...]
-
-    @property
-    def ttft_s(self) -> NDArray[np.float64]:
-        """[n] first token minus arrival."""
-        return self.first_token_s - self.arrival_s
-
-    @property
-    def tpot_s(self) -> NDArray[np.float64]:
-        """[n] (last minus first token) / (output tokens - 1); NaN for one token."""
-        between = np.where(self.output_tokens > 1, self.output_tokens - 1.0, math.nan)
-        return (self.last_token_s - self.first_token_s) / between
-
-    @property
-    def e2e_s(self) -> NDArray[np.float64]:
-        """[n] last token minus arrival."""
-        return self.last_token_s - self.arrival_s
-
-    @property
-    def queue_s(self) -> NDArray[np.float64]:
-        """[n] wait for the first slot, prefill not counted."""
-        return self.admitted_s - self.ready_s
-
-    @property
-    def attention_idle(self) -> float:
-        """Share of the r workers' time without attention."""
-        return 1.0 - self.totals.attention_s / (self.attention_per_ffn * self.end_s)
-
-    @property
-    def ffn_idle(self) -> float:
-        """Share of the FFN server's time without work."""
-        return 1.0 - self.totals.ffn_s / self.end_s
-
-    @property
-    def tokens_per_s_per_instance(self) -> float:
-        """Tokens made per second and unit of price, of the whole model."""
-        return self.totals.tokens / (self.bundle.price(self.attention_per_ffn) * self.end_s)
+__all__ = ["OpenLoopRun", "simulate_open_loop"]
 
 
 def simulate_open_loop(
@@ -168,19 +68,8 @@ def simulate_open_loop(
     Raises:
         ValueError: If an argument is out of its range.
     """
-    _require(attention_per_ffn >= 1, "attention_per_ffn must be >= 1", attention_per_ffn)
-    _require(timeline_cycles >= 0, "timeline_cycles must be >= 0", timeline_cycles)
-    for name, delay_s in (
-        ("prefill_s_per_token", prefill_s_per_token),
-        ("prefill_base_s", prefill_base_s),
-    ):
-        _require(
-            math.isfinite(delay_s) and delay_s >= 0.0, f"{name} must be finite and >= 0", delay_s
-        )
-    _require(
-        horizon_s is None or (math.isfinite(horizon_s) and horizon_s > 0.0),
-        "horizon_s must be finite and > 0, or None",
-        horizon_s,
+    _check_arguments(
+        attention_per_ffn, timeline_cycles, prefill_s_per_token, prefill_base_s, horizon_s
     )
     require_fits(faults, attention_per_ffn)
     arrivals, prompts, outputs = _checked_requests(arrival_s, prompt_tokens, output_tokens)
@@ -287,6 +176,29 @@ def _notes(
     if floor.effects is not None and floor.effects.has_losses:
         notes.append("A lost worker is noticed at the next step boundary of each microbatch.")
     return tuple(notes)
+
+
+def _check_arguments(
+    attention_per_ffn: int,
+    timeline_cycles: int,
+    prefill_s_per_token: float,
+    prefill_base_s: float,
+    horizon_s: float | None,
+) -> None:
+    _require(attention_per_ffn >= 1, "attention_per_ffn must be >= 1", attention_per_ffn)
+    _require(timeline_cycles >= 0, "timeline_cycles must be >= 0", timeline_cycles)
+    for name, delay_s in (
+        ("prefill_s_per_token", prefill_s_per_token),
+        ("prefill_base_s", prefill_base_s),
+    ):
+        _require(
+            math.isfinite(delay_s) and delay_s >= 0.0, f"{name} must be finite and >= 0", delay_s
+        )
+    _require(
+        horizon_s is None or (math.isfinite(horizon_s) and horizon_s > 0.0),
+        "horizon_s must be finite and > 0, or None",
+        horizon_s,
+    )
 
 
 def _checked_requests(
