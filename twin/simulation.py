@@ -14,7 +14,7 @@ from numpy.typing import NDArray
 from models.attention_ffn import predict
 from models.scenario import FaultSettings
 from policies.catalog import ROUTING
-from twin.bundle import simulate_saturated
+from twin.bundle import Engine, simulate_saturated
 from twin.comparisons import not_worse_than_best, paired_difference
 from twin.faults import Fault, JitteryWorker, LostWorker, PauseWorker, SlowWorker
 from twin.output_statistics import Estimate, ratio_replications, replications
@@ -24,6 +24,8 @@ from twin.theory import Theory
 LIFETIMES_PER_RUN = 2
 FEWEST_CYCLES, MOST_CYCLES = 400, 40_000
 MOST_ROUNDS = 5
+# Loading or compiling the kernel takes longer than SimPy takes for so many cycles.
+CYCLES_FOR_SIMPY = 400_000
 
 OnRun = Callable[[str], None]
 
@@ -85,6 +87,7 @@ class Simulator:
     theory: Theory
     on_run: OnRun | None = None
     _points: dict[tuple[int, str, bool], SaturatedPoint] = field(default_factory=dict)
+    _cycles_played: int = 0
 
     def point(self, r: int, routing: str | None = None, *, faulty: bool = False) -> SaturatedPoint:
         """The replications of one ratio; more of them while the interval is too wide."""
@@ -132,12 +135,23 @@ class Simulator:
             start=scenario.run.start,
             routing=routing,
             faults=fault_events(scenario.faults) if faulty else (),
-            engine="auto" if faulty else scenario.run.engine,
+            engine=self._engine(faulty),
             timeline_cycles=scenario.run.timeline_cycles if chosen else 0,
         )
         if self.on_run is not None:
             self.on_run(f"r = {r}, {routing}{', faults' if faulty else ''}")
         return result
+
+    def _engine(self, faulty: bool) -> Engine:
+        """The engine asked for; under ``auto`` a short experiment stays on SimPy."""
+        asked = self.theory.scenario.run.engine
+        if faulty:
+            return "auto"
+        weight = 3 if self.theory.bundle.semantics == "pingpong" else 1
+        self._cycles_played += weight * self.num_cycles
+        if asked == "auto" and self._cycles_played <= CYCLES_FOR_SIMPY:
+            return "simpy"
+        return asked
 
     # --- what is asked of the points ----------------------------------------------------------
 
@@ -176,7 +190,7 @@ class Simulator:
             "best_r": best,
             "not_worse_than_best": sorted(not_worse_than_best(by_ratio, confidence=run.confidence)),
             "confidence": run.confidence,
-            "engine": points[0].runs[0].engine,
+            "engine": " and ".join(sorted({run.engine for p in points for run in p.runs})),
             "start": run.start,
             "routing": self._routing,
         }
