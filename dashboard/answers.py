@@ -12,28 +12,16 @@ from typing import Any
 import streamlit as st
 
 from dashboard.uploads import without_folder
-from models.calibration import CalibrationError
 from models.scenario import Scenario
 from models.scenario_file import scenario_toml
-from models.slot_load import HeavyTailError
-from models.strict_tables import ScenarioError
 from models.workload_settings import Workload
-from policies.provisioning import InfeasibleError
-from traces.errors import TraceError
-from traces.record import RunDirectoryError
 from twin.experiment import OnProgress, run_experiment
 from twin.theory import solve_theory, theory_summary
 from twin.workload import ResolvedWorkload, resolve_workload
 
-INPUT_ERRORS = (
-    ScenarioError,
-    TraceError,
-    CalibrationError,
-    HeavyTailError,
-    InfeasibleError,
-    RunDirectoryError,
-)
-"""Errors that the person at the screen can mend; their messages are shown as they are."""
+INPUT_ERRORS = (ValueError, MemoryError)
+"""What a question can be refused with; readers, models and policies raise kinds of ValueError
+whose messages are for the person at the screen."""
 
 Summary = Mapping[str, Any]
 

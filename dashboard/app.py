@@ -9,10 +9,10 @@ from streamlit.delta_generator import DeltaGenerator
 
 from dashboard.answers import INPUT_ERRORS, Summary, closed_forms, simulate, simulated
 from dashboard.form import ask_form
-from dashboard.layout import show_answer, show_headline, show_origin
+from dashboard.layout import show_answer, show_error, show_headline, show_origin
 from dashboard.sidebar import SOURCES, ask_file, ask_saved_run
 from dashboard.takeaway import show_takeaway
-from dashboard.uploads import keep_upload, without_folder
+from dashboard.uploads import keep_upload
 from models.scenario import Scenario
 from models.scenario_file import load_scenario, parse_scenario
 from models.strict_tables import ScenarioError
@@ -44,7 +44,7 @@ def main() -> None:
         else:
             st.info("Choose a file on the left, or type its path.")
     except INPUT_ERRORS as error:
-        st.error(without_folder(str(error)))
+        show_error(error)
 
 
 def _show_question(scenario: Scenario) -> None:
@@ -87,7 +87,7 @@ def _simulate(scenario: Scenario, progress: DeltaGenerator) -> None:
     try:
         simulate(scenario, on_progress)
     except INPUT_ERRORS as error:
-        progress.error(without_folder(str(error)))
+        show_error(error, progress)
     else:
         st.rerun()
 

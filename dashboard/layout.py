@@ -2,12 +2,15 @@
 
 from __future__ import annotations
 
+import logging
+import re
 from collections.abc import Callable, Mapping
 from html import escape
 from typing import Any
 
 import streamlit as st
 from rich.console import RenderableType
+from streamlit.delta_generator import DeltaGenerator
 
 from dashboard.pictures import (
     barrier_picture,
@@ -217,6 +220,14 @@ def _show_latency(summary: Summary) -> None:
     st.markdown(f"##### Latency of requests at r = {summary['open_loop']['r']}")
     _draw(latency_picture(summary), "latency")
     _show_section(open_loop_table, summary)
+
+
+def show_error(error: Exception, place: DeltaGenerator | None = None) -> None:
+    """The message of an error, to the letter: signs of Markdown are no Markdown here."""
+    if type(error) in (ValueError, MemoryError):  # no reader has said so: worth a look
+        logging.getLogger("serving-twin").warning("a question was refused", exc_info=error)
+    text = re.sub(r"([\\`*_{}\[\]()#+.!|~$:<>-])", r"\\\1", without_folder(str(error)))
+    (place or st).error(text)
 
 
 def _draw(figure: Any, key: str) -> None:

@@ -108,8 +108,8 @@ def load_picture(summary: Summary) -> go.Figure:
         name="exact law",
         hovertemplate="%{y:.2%}",
     )
-    _mark(figure, load["mean_tokens"], "mean", dash="dot", side="top left")
-    _mark(figure, load["mean_max_tokens"], "mean of the slowest", dash="solid", side="top right")
+    _mark(figure, load["mean_tokens"], "mean", dash="dot", is_left=True)
+    _mark(figure, load["mean_max_tokens"], "mean of the slowest")
     _name_x(figure, "KV tokens one worker reads in a step")
     figure.update_xaxes(tickformat=",.0f")
     tallest = max(*load["twin_share"], *load["theory_share"])
@@ -121,6 +121,8 @@ def latency_picture(summary: Summary) -> go.Figure:
     """Distribution of TTFT, TPOT and end-to-end time of an open-loop run, with the targets."""
     run = summary["open_loop"]
     figure = _new("share of requests at most this slow", 400)
+    _name_x(figure, "seconds (log scale)")
+    figure.update_xaxes(type="log")
     for name, label, colour in (
         ("ttft_s", "TTFT", ATTENTION),
         ("tpot_s", "TPOT", FFN),
@@ -138,14 +140,7 @@ def latency_picture(summary: Summary) -> go.Figure:
             )
         target = run["slo"].get(name)
         if target:
-            figure.add_vline(
-                target,
-                line={"color": colour, "width": 1, "dash": "dot"},
-                annotation={"text": f"{label} target", "font": {"color": colour}},
-                annotation_position="bottom right",
-            )
-    _name_x(figure, "seconds (log scale)")
-    figure.update_xaxes(type="log")
+            _mark(figure, target, f"{label} target", dash="dot", colour=colour)
     figure.update_yaxes(range=[0, 1.01], tickformat=".0%")
     return figure.update_layout(hovermode="closest")
 
@@ -266,7 +261,7 @@ def _on_ratios(figure: go.Figure, summary: Summary, log_ratio: bool) -> go.Figur
         figure.add_vrect(
             best["r_low"], best["r_high"], fillcolor=MARK, opacity=0.1, line_width=0, layer="below"
         )
-    _mark(figure, best["r"], f"r = {best['r']}", dash="solid", side="top right")
+    _mark(figure, best["r"], f"r = {best['r']}")
     return figure
 
 
@@ -274,11 +269,25 @@ def _name_x(figure: go.Figure, text: str) -> None:
     figure.update_xaxes(title={"text": text, "font": {"size": 13}})
 
 
-def _mark(figure: go.Figure, x: float, text: str, *, dash: str, side: str) -> None:
-    figure.add_vline(
-        x,
-        line={"color": MARK, "width": 1.2, "dash": dash},
-        annotation={"text": text, "font": {"size": 13, "color": MARK}},
-        annotation_position=side,
-        annotation_xshift=3 if side.endswith("right") else -3,
+def _mark(
+    figure: go.Figure,
+    x: float,
+    text: str,
+    *,
+    dash: str = "solid",
+    colour: str = MARK,
+    is_left: bool = False,
+) -> None:
+    """A vertical line with its name beside it; on a log axis Plotly wants a text at log10(x)."""
+    figure.add_vline(x, line={"color": colour, "width": 1.2, "dash": dash})
+    figure.add_annotation(
+        x=math.log10(x) if figure.layout.xaxis.type == "log" else x,
+        y=1,
+        yref="paper",
+        text=text,
+        font={"size": 13, "color": colour},
+        showarrow=False,
+        xanchor="right" if is_left else "left",
+        yanchor="top",
+        xshift=-3 if is_left else 3,
     )

@@ -52,6 +52,11 @@ def html(page: AppTest) -> str:
     return unescape("".join(part.value for part in page.get("html")))
 
 
+def errors(page: AppTest) -> list[str]:
+    """Texts of the error boxes as they are read on the screen."""
+    return [re.sub(r"\\(.)", r"\1", box.value) for box in page.error]
+
+
 def ratio(page: AppTest) -> str:
     found = re.search(r'data-testid="ratio">(.*?)</span>', html(page))
     assert found is not None, html(page)
@@ -134,7 +139,7 @@ def test_a_limit_in_milliseconds_holds_the_ratio_back() -> None:
 def test_a_limit_that_cannot_be_met_is_an_error_box_and_no_answer() -> None:
     page = open_page()
     page.number_input(key="form.max_tpot_ms").set_value(1.0).run()
-    assert [box.value for box in page.error] == [
+    assert errors(page) == [
         "max_tpot_s = 0.001 cannot be met with batch_per_worker = 256: even one attention worker "
         "needs 0.03465 s per output token"
     ]
@@ -145,21 +150,34 @@ def test_a_limit_that_cannot_be_met_is_an_error_box_and_no_answer() -> None:
 def test_an_empty_batch_without_limits_shows_the_readers_message() -> None:
     page = open_page()
     page.number_input(key="form.batch_per_worker").set_value(None).run()
-    assert "[attention_ffn] batch_per_worker: 'auto' needs" in page.error[0].value
+    assert "[attention_ffn] batch_per_worker: 'auto' needs" in errors(page)[0]
 
 
 def test_toml_that_is_none_shows_the_readers_message() -> None:
     page = open_file_tab("[workload\n")
-    assert page.error[0].value.startswith("scenario.toml: is not valid TOML: ")
+    assert errors(page)[0].startswith("scenario.toml: is not valid TOML: ")
     assert not page.exception
 
 
 def test_an_unknown_key_is_named_with_its_table_and_a_suggestion() -> None:
     page = open_file_tab(SMALL.replace("batch_per_worker", "batch_per_workr"))
-    assert page.error[0].value.startswith(
+    assert errors(page)[0].startswith(
         "scenario.toml: [attention_ffn] batch_per_workr: unknown key; known here: "
     )
-    assert page.error[0].value.endswith("(did you mean batch_per_worker?)")
+    assert errors(page)[0].endswith("(did you mean batch_per_worker?)")
+
+
+def test_a_law_that_is_too_wide_to_solve_is_an_error_box() -> None:
+    page = open_file_tab(
+        """[workload.lengths]
+        kind = "lognormal"
+        mean_prompt_tokens = 1e6
+        mean_output_tokens = 1e6
+        sigma_output = 4.0
+        """
+    )
+    assert "slot loads span" in errors(page)[0]
+    assert not page.exception
 
 
 def test_the_form_can_be_carried_on_as_a_scenario_file() -> None:
@@ -220,7 +238,7 @@ def test_a_damaged_run_directory_is_named(tmp_path: Path) -> None:
     page = open_page()
     page.session_state["source"] = "Saved run"
     page.run().text_input(key="saved.path").set_value(str(tmp_path)).run()
-    assert page.error[0].value == f"{tmp_path}/run.json: cannot be read: No such file or directory"
+    assert errors(page)[0] == f"{tmp_path}/run.json: cannot be read: No such file or directory"
 
 
 # --- trace files ------------------------------------------------------------------------------
@@ -243,7 +261,7 @@ def upload(name: str, content: bytes) -> AppTest:
 
 def test_a_bad_upload_shows_the_readers_message_with_the_files_own_name() -> None:
     page = upload("conv.csv", BAD_ROWS)
-    assert page.error[0].value.startswith("conv.csv, line 3, column GeneratedTokens: found '-109'")
+    assert errors(page)[0].startswith("conv.csv, line 3, column GeneratedTokens: found '-109'")
     assert not page.exception
 
 

@@ -1,11 +1,18 @@
 """What is drawn is what the summary says."""
 
 import functools
+import math
 from typing import Any
 
 import pytest
 
-from dashboard.pictures import barrier_picture, idle_picture, load_picture, throughput_picture
+from dashboard.pictures import (
+    barrier_picture,
+    idle_picture,
+    latency_picture,
+    load_picture,
+    throughput_picture,
+)
 from models.scenario_file import parse_scenario
 from twin.experiment import run_experiment
 
@@ -65,6 +72,29 @@ def test_the_ratio_in_use_is_marked_in_every_picture_over_r() -> None:
         figure = picture(summary)
         assert f"r = {r}" in [note.text for note in figure.layout.annotations]
         assert r in [shape.x0 for shape in figure.layout.shapes]
+
+
+def test_on_a_log_axis_the_name_of_the_ratio_stands_at_its_line() -> None:
+    summary = small_run()
+    r = summary["recommendation"]["r"]
+    figure = throughput_picture(summary, log_ratio=True)
+    assert figure.layout.shapes[-1].x0 == r
+    assert figure.layout.annotations[-1].x == math.log10(r)
+
+
+def test_latency_curves_and_targets_are_those_of_the_run() -> None:
+    row = {"quantile_levels": [0.0, 0.5, 1.0], "quantiles_s": [0.1, 0.2, 0.9]}
+    summary = {
+        "open_loop": {
+            "latency": {"ttft_s": row, "tpot_s": {**row, "quantiles_s": []}},
+            "slo": {"ttft_s": 0.5, "tpot_s": None, "e2e_s": None},
+        }
+    }
+    figure = latency_picture(summary)
+    assert [trace.name for trace in figure.data] == ["TTFT"]
+    assert list(figure.data[0].x) == [0.1, 0.2, 0.9]
+    assert [shape.x0 for shape in figure.layout.shapes] == [0.5]
+    assert [note.text for note in figure.layout.annotations] == ["TTFT target"]
 
 
 def test_idle_shares_are_those_of_the_exact_level_and_of_the_twin() -> None:
