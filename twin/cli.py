@@ -334,7 +334,7 @@ def dashboard(
     """The what-if page in a browser (Streamlit, on loopback, no telemetry)."""
     from twin.dashboard_server import serve_dashboard
 
-    sys.exit(serve_dashboard(port))
+    serve_dashboard(port)
 
 
 if __name__ == "__main__":

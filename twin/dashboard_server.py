@@ -3,9 +3,10 @@
 from __future__ import annotations
 
 import importlib.util
-import subprocess
+import os
 import sys
 from pathlib import Path
+from typing import NoReturn
 
 from models.strict_tables import ScenarioError
 
@@ -33,11 +34,9 @@ def dashboard_command(port: int) -> list[str]:
     ]
 
 
-def serve_dashboard(port: int) -> int:
-    """Serve until interrupted; returns the exit code."""
+def serve_dashboard(port: int) -> NoReturn:
+    """Become the server: whoever ends this process ends the page, and leaves nothing behind."""
     command = dashboard_command(port)
     sys.stderr.write(f"dashboard: http://127.0.0.1:{port} (Ctrl-C ends it)\n")
-    try:
-        return subprocess.run(command, check=False).returncode
-    except KeyboardInterrupt:
-        return 0
+    sys.stderr.flush()
+    os.execv(command[0], command)

@@ -97,6 +97,8 @@ def address(tmp_path: Path) -> Iterator[str]:
         except subprocess.TimeoutExpired:
             server.kill()
             server.wait(15)
+    with socket.socket() as probe:
+        assert probe.connect_ex(("127.0.0.1", port)) != 0, "the server outlived its command"
 
 
 @pytest.fixture
