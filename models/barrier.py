@@ -38,6 +38,30 @@ def law_cycle_s(bundle: Bundle, law: WorkerLoadLaw, ratios: ArrayLike) -> FloatA
     return other + c.alpha_attention * law.expected_excess(threshold, ratios)
 
 
+def law_cycle_sd_s(bundle: Bundle, law: WorkerLoadLaw, ratio: float) -> float:
+    """Standard deviation of one cycle's time, for any law of the worker load.
+
+    With g = max(alpha_A max T + beta_A, G): E[(g - G)^2] = alpha_A^2 int 2 (x - x_G)+ (1 - F^r) dx.
+
+    Args:
+        bundle: Latency model and settings.
+        law: Load of one worker.
+        ratio: r > 0.
+    """
+    alpha = bundle.coefficients.alpha_attention
+    if alpha == 0.0:
+        return 0.0
+    other = float(other_stages_s(bundle, [ratio])[0])
+    threshold = (other - bundle.coefficients.beta_attention) / alpha
+    from_threshold = law.grid_tokens - max(threshold, law.start_tokens)
+    lower = np.maximum(from_threshold, 0.0)
+    upper = np.maximum(from_threshold + law.step_tokens, 0.0)
+    above = 1.0 - law.cdf**ratio
+    mean = float((upper - lower) @ above)
+    square = float((upper * upper - lower * lower) @ above)
+    return alpha * math.sqrt(max(0.0, square - mean * mean))
+
+
 def gaussian_cycle_s(
     bundle: Bundle, theta_tokens: float, nu_tokens: float, ratios: ArrayLike
 ) -> FloatArray:

@@ -97,10 +97,11 @@ def batch_limit_of(moments: SlotMoments, microbatches: int, limits: Provisioning
 
 def automatic_r_max(lengths: LengthPairs, bundle: Bundle) -> int:
     """A range of ratios that surely contains the optimum and shows what lies beyond it."""
-    best = predict(lengths, bundle, [1, 2], level="mean_field").r_real
-    if math.isinf(best):
-        return MAX_AUTO_RATIO  # no stage slows with r: more workers always help
-    return int(min(MAX_AUTO_RATIO, max(16, 8 * math.ceil(2.0 * best / 8))))
+    mean_field = predict(lengths, bundle, [1, 2], level="mean_field").r_real
+    widest = MAX_AUTO_RATIO if math.isinf(mean_field) else max(16, math.ceil(2.0 * mean_field))
+    widest = min(MAX_AUTO_RATIO, widest)
+    best = predict(lengths, bundle, np.arange(1, widest + 1), level="gaussian").r
+    return min(MAX_AUTO_RATIO, max(16, 8 * math.ceil(2.0 * best / 8)))
 
 
 class Provisioning:

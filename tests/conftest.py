@@ -1,4 +1,4 @@
-"""Where tests find public data: ``$SERVING_TWIN_DATA``, else ``../shared/data`` beside the clone."""
+"""Where tests find public data: ``$SERVING_TWIN_DATA``, else ``../shared/data``."""
 
 import os
 from collections.abc import Callable
@@ -12,7 +12,7 @@ DATA = Path(os.environ.get("SERVING_TWIN_DATA", ROOT.parent / "shared" / "data")
 
 @pytest.fixture(scope="session")
 def data_file() -> Callable[[str], Path]:
-    """``data_file("azure-llm-2023-conv/X.csv.gz")``: the path, or a skip that says what is absent."""
+    """``data_file("folder/X.csv.gz")``: the path, or a skip that says what is absent."""
 
     def find(relative: str) -> Path:
         path = DATA / relative

@@ -235,12 +235,13 @@ def how_sure(best: Mapping[str, Any]) -> str:
     ]
     text = f"around the best r = {best['best_r']}: " + ", ".join(sides) if sides else ""
     if best["r_low"] == best["r_high"]:
-        return text + ("; " if text else "") + "sampling error of the trace does not move it"
+        what = "sampling error does not move it" if best["is_sampled"] else "the law is exact"
+        return text + ("; " if text else "") + what
     worst = max(best["regret_low"], best["regret_high"])
     return (
         text
         + ("; " if text else "")
-        + f"with the trace's sampling error (2 se) the best lies in {best['r_low']}.."
+        + f"with the sampling error of the trace (2 se) the best lies in {best['r_low']}.."
         + f"{best['r_high']}, regret at most {percent(worst)}"
     )
 

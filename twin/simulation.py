@@ -12,6 +12,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from models.attention_ffn import predict
+from models.barrier import law_cycle_sd_s
 from models.scenario import FaultSettings
 from policies.catalog import ROUTING
 from twin.bundle import Engine, simulate_saturated
@@ -23,7 +24,7 @@ from twin.theory import Theory
 
 LIFETIMES_PER_RUN = 2
 FEWEST_CYCLES, MOST_CYCLES = 400, 40_000
-MOST_ROUNDS = 5
+MOST_ROUNDS = 6
 # Loading or compiling the kernel takes longer than SimPy takes for so many cycles.
 CYCLES_FOR_SIMPY = 400_000
 
@@ -97,10 +98,12 @@ class Simulator:
             return self._points[key]
         runs: list[SaturatedRun] = []
         met = False
+        needed = self.needed_replications(r)
         for _ in range(1 if isinstance(run.num_cycles, int) else MOST_ROUNDS):
             wanted = max(run.replications, 2 * len(runs))
             runs += [self._run(r, routing, faulty, n) for n in range(len(runs), wanted)]
-            met = relative_error([one.mean_cycle_s for one in runs]) <= run.target_relative_error
+            error = relative_error([one.mean_cycle_s for one in runs])
+            met = error <= run.target_relative_error and len(runs) >= needed
             if met:
                 break
         self._points[key] = SaturatedPoint(r=r, routing=routing, runs=tuple(runs), target_met=met)
@@ -121,6 +124,17 @@ class Simulator:
         lifetime = float(np.dot(lengths.weight, outputs**2) / np.dot(lengths.weight, outputs))
         steps: int = max(FEWEST_CYCLES, min(MOST_CYCLES, math.ceil(LIFETIMES_PER_RUN * lifetime)))
         return steps * bundle.microbatches
+
+    def needed_replications(self, r: int) -> int:
+        """How many the target needs by the spread that theory knows.
+
+        Stopping by the observed spread alone would stop heavy-tailed runs early, at those that
+        happen to hold no long request. Each replication counts as ``LIFETIMES_PER_RUN`` samples.
+        """
+        target = self.theory.scenario.run.target_relative_error
+        spread = law_cycle_sd_s(self.theory.bundle, self.theory.load, r)
+        mean = self.theory.at("exact", "cycle_s", r)
+        return math.ceil((spread / (target * mean)) ** 2 / LIFETIMES_PER_RUN)
 
     def _run(self, r: int, routing: str, faulty: bool, replication: int) -> SaturatedRun:
         scenario = self.theory.scenario

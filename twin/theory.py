@@ -209,6 +209,7 @@ def recommendation_summary(theory: Theory) -> dict[str, Any]:
         "r": theory.r,
         "is_given": not isinstance(theory.scenario.attention_ffn.r, str),
         "best_r": best,
+        "is_sampled": theory.moments.theta_se is not None,
         "level": decision.level,
         "batch_per_worker": decision.batch_per_worker,
         "throughput_per_instance": theory.at(level.level, "throughput_per_instance", theory.r),
@@ -279,10 +280,6 @@ def theory_warnings(theory: Theory) -> list[str]:
     """What a reader of the numbers must know."""
     warnings = list(theory.moments.warnings)
     warnings += [f"trace: {note}" for note in theory.workload.notes]
-    warnings += [
-        f"trace: {count} row(s) left out: {rule}"
-        for rule, count in (theory.workload.skipped or {}).items()
-    ]
     settings = theory.scenario.attention_ffn
     if "r_max" in theory.decision.binding:
         warnings.append(

@@ -11,6 +11,7 @@ from models.barrier import (
     gaussian_cycle_s,
     gaussian_expected_maximum,
     law_cycle_s,
+    law_cycle_sd_s,
     plug_in_cycle_s,
 )
 from models.bundle import Bundle, LatencyCoefficients
@@ -47,12 +48,16 @@ def test_expected_cycle_equals_that_of_all_loads(
 ) -> None:
     law = WorkerLoadLaw(start_tokens=0.0, step_tokens=1.5, cdf=cdf_of(np.array(weights, float)))
     model = bundle(alpha_ffn, transfer)
-    expected = 0.0
+    expected = square = 0.0
     for outcome in itertools.product(range(len(weights)), repeat=r):
         slowest = max(law.grid_tokens[i] for i in outcome) + 1.0
         cycle = max(slowest, transfer, alpha_ffn * 2 * r + 0.5)
-        expected += cycle * np.prod([law.pmf[i] for i in outcome])
+        chance = np.prod([law.pmf[i] for i in outcome])
+        expected += cycle * chance
+        square += cycle * cycle * chance
     assert law_cycle_s(model, law, [r])[0] == pytest.approx(expected, rel=1e-12)
+    sd = np.sqrt(max(0.0, square - expected * expected))
+    assert law_cycle_sd_s(model, law, r) == pytest.approx(sd, abs=1e-6)
 
 
 @given(

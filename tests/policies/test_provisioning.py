@@ -15,7 +15,6 @@ from policies.provisioning import (
     InfeasibleError,
     Provisioning,
     ProvisioningLimits,
-    automatic_r_max,
     shift_load,
 )
 from traces.length_laws import geometric
@@ -138,9 +137,12 @@ def test_what_does_not_fit_says_what_would():
         )
 
 
-def test_more_workers_always_help_where_no_stage_slows_with_them():
+def test_the_automatic_range_holds_the_optimum_even_where_the_mean_field_has_none():
     free_ffn = replace(BUNDLE, coefficients=replace(PAPER, alpha_ffn=0.0))
-    assert automatic_r_max(LAW, free_ffn) == 512
+    order = Provisioning().decide(LAW, free_ffn, ProvisioningLimits(), now=0.0)
+    x = predict(LAW, free_ffn, range(1, 513), level="exact").throughput_per_instance
+    assert order.attention_per_ffn == 1 + int(np.argmax(x))
+    assert order.binding == ()
 
 
 @settings(max_examples=25, deadline=None)
