@@ -307,12 +307,13 @@ def _signed(share: float) -> str:
 
 
 def _simulation_caption(simulation: Mapping[str, Any]) -> str:
-    first = simulation["points"][0]
+    fewest = min(point["replications"] for point in simulation["points"])
+    cycles = simulation["points"][0]["num_cycles"]
     same = simulation["not_worse_than_best"]
     text = (
         f"*: the ratio in use. ±: {100 * simulation['confidence']:.0f} % interval over "
-        f"{first['replications']} or more independent replications of "
-        f"{count(first['num_cycles'])} cycles or more; idle and barrier (waiting for the slowest) "
+        f"{fewest} or more independent replications of "
+        f"{count(cycles)} cycles; idle and barrier (waiting for the slowest) "
         f"are shares of a cycle. Best simulated r: {simulation['best_r']}"
     )
     if simulation["start"] == "cold":
@@ -330,7 +331,7 @@ def stragglers_table(summary: Mapping[str, Any], plain: bool) -> Table:
         f"Stragglers at r = {stragglers['r']}: who refills a free slot",
         plain,
         "routing",
-        "barrier overhead",
+        "slowest / mean - 1",
         "tokens/s per instance",
         "against " + stragglers["baseline"],
     )
@@ -349,7 +350,7 @@ def stragglers_table(summary: Mapping[str, Any], plain: bool) -> Table:
             versus,
         )
     table.caption = (
-        "barrier overhead: slowest over mean attention load - 1, same requests for all policies"
+        "slowest / mean - 1: of the token loads in one step; same requests for all policies"
     )
     table.caption_justify = "left"
     return table
