@@ -219,8 +219,9 @@ def sweep(
 ) -> None:
     """A grid over any scenario keys: parallel, resumable, the same results on any executor."""
     from models.scenario_file import scenario_tables
+    from twin.command_reports import print_sweep
     from twin.progress import progress_bar
-    from twin.report import make_console, print_sweep
+    from twin.report import make_console
     from twin.sweep import parse_axis, run_sweep, sweep_rows
 
     if not over:
@@ -256,8 +257,9 @@ def validate(
     """A paper's printed table beside ours: each row reproduced or not, and why."""
     from dataclasses import asdict
 
+    from twin.command_reports import print_validation
     from twin.progress import progress_bar
-    from twin.report import make_console, print_validation
+    from twin.report import make_console
     from twin.validation import validate_afd
 
     with progress_bar() as on_progress:
@@ -305,7 +307,8 @@ def calibrate_attention_ffn(
 ) -> None:
     """Fit the six latency coefficients to measured stage times."""
     from models.calibration import fit_attention_ffn, save_calibration
-    from twin.report import make_console, print_calibration
+    from twin.command_reports import print_calibration
+    from twin.report import make_console
 
     found = fit_attention_ffn(
         measurements,

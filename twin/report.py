@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 from rich import box
 from rich.console import Console, Group, RenderableType
@@ -11,9 +11,6 @@ from rich.padding import Padding
 from rich.panel import Panel
 from rich.table import Table
 from rich.text import Text
-
-if TYPE_CHECKING:
-    from models.calibration import Calibration
 
 LEVEL_NAMES = {
     "mean_field": "mean field",
@@ -106,7 +103,8 @@ def with_interval(estimate: Mapping[str, Any] | None, scale: float = 1.0) -> str
     return f"{rate(mean)} ± {spread:,.0f}" if spread >= 99.5 else f"{rate(mean)} ± {spread:.2g}"
 
 
-def _table(title: str, plain: bool, *columns: str) -> Table:
+def new_table(title: str, plain: bool, *columns: str) -> Table:
+    """An empty table: rounded on a terminal, ASCII in a pipe; first column left, others right."""
     table = Table(
         title=title,
         title_justify="left",
@@ -126,7 +124,7 @@ def _table(title: str, plain: bool, *columns: str) -> Table:
 def workload_table(summary: Mapping[str, Any], plain: bool) -> Table:
     """What was asked: workload, slot load, latency model, bundle."""
     workload, bundle = summary["workload"], summary["bundle"]
-    table = _table("What was asked", plain, "", "")
+    table = new_table("What was asked", plain, "", "")
     table.show_header = False
     table.columns[1].justify = "left"
     prompts, outputs = workload["prompt_tokens"], workload["output_tokens"]
@@ -248,7 +246,7 @@ def how_sure(best: Mapping[str, Any]) -> str:
 
 def levels_table(summary: Mapping[str, Any], plain: bool) -> Table:
     """The four levels of theory, each at its own best ratio."""
-    table = _table(
+    table = new_table(
         "Theory at four levels", plain, "level", "best r", "real r", "cycle", "tokens/s", "regret"
     )
     for name, level in summary["levels"].items():
@@ -273,7 +271,7 @@ def levels_table(summary: Mapping[str, Any], plain: bool) -> Table:
 def simulation_table(summary: Mapping[str, Any], plain: bool) -> Table:
     """Theory beside the twin, one row a simulated ratio."""
     simulation, layers = summary["simulation"], summary["bundle"]["num_layers"]
-    table = _table(
+    table = new_table(
         f"Theory against the simulated twin ({simulation['engine']} engine)",
         plain,
         "r",
@@ -327,7 +325,7 @@ def _simulation_caption(simulation: Mapping[str, Any]) -> str:
 def stragglers_table(summary: Mapping[str, Any], plain: bool) -> Table:
     """What each routing policy makes of the slowest worker."""
     stragglers, layers = summary["stragglers"], summary["bundle"]["num_layers"]
-    table = _table(
+    table = new_table(
         f"Stragglers at r = {stragglers['r']}: who refills a free slot",
         plain,
         "routing",
@@ -359,7 +357,7 @@ def stragglers_table(summary: Mapping[str, Any], plain: bool) -> Table:
 def faults_table(summary: Mapping[str, Any], plain: bool) -> Table:
     """The ratio in use with and without the scenario's faults."""
     faults, layers = summary["faults"], summary["bundle"]["num_layers"]
-    table = _table(
+    table = new_table(
         f"Faults at r = {faults['r']}", plain, "", "cycle a layer", "tokens/s per instance"
     )
     for name, row in (("healthy", faults["healthy"]), ("with faults", faults["faulty"])):
@@ -378,7 +376,7 @@ def faults_table(summary: Mapping[str, Any], plain: bool) -> Table:
 def open_loop_table(summary: Mapping[str, Any], plain: bool) -> Group:
     """Latencies of an open-loop run, and the facts beside them."""
     run = summary["open_loop"]
-    table = _table(
+    table = new_table(
         f"Open loop at r = {run['r']}: {count(run['injected'])} requests",
         plain,
         "",
@@ -437,100 +435,3 @@ def _open_loop_facts(run: Mapping[str, Any]) -> list[tuple[str, str]]:
     if run.get("retries"):
         facts.append(("retries", count(run["retries"])))
     return facts
-
-
-# --- other commands ---------------------------------------------------------------------------
-
-
-def print_sweep(rows: Sequence[Mapping[str, Any]], keys: Sequence[str], console: Console) -> None:
-    """One line a finished point of a sweep."""
-    fixed = [name for name in ("r", "batch_per_worker") if f"attention_ffn.{name}" not in keys]
-    is_open_loop = any(row["completed"] != "" for row in rows)
-    measured = (
-        ("TTFT p99", "TPOT", "goodput", "unfinished")
-        if is_open_loop
-        else ("theory", "twin, tokens/s", "TPOT", "A idle", "F idle")
-    )
-    table = _table(
-        "Sweep",
-        not console.is_terminal,
-        *(key.split(".")[-1] for key in keys),
-        *({"r": "r", "batch_per_worker": "B"}[name] for name in fixed),
-        *measured,
-    )
-    for row in rows:
-        settings = [str(row[key]) for key in keys]
-        if row["infeasible"]:
-            settings += ["-"] * (len(fixed) + len(measured) - 1)
-            table.add_row(*settings, Text(str(row["infeasible"]), style="yellow"))
-            continue
-        cells = _latency_cells(row) if is_open_loop else _throughput_cells(row)
-        table.add_row(*settings, *(str(row[name]) for name in fixed), *cells)
-    console.print(table)
-
-
-def _throughput_cells(row: Mapping[str, Any]) -> list[str]:
-    twin = {
-        "mean": row["tokens_per_s_per_instance"],
-        "half_width": row["tokens_per_s_half_width"],
-    }
-    return [
-        rate(row["predicted_tokens_per_s_per_instance"]),
-        with_interval(twin),
-        duration(row["tpot_s"]),
-        percent(row["attention_idle"], 1),
-        percent(row["ffn_idle"], 1),
-    ]
-
-
-def _latency_cells(row: Mapping[str, Any]) -> list[str]:
-    return [
-        duration(row["ttft_p99_s"], 3) if row["ttft_p99_s"] != "" else "-",
-        duration(row["tpot_mean_s"], 3) if row["tpot_mean_s"] != "" else "-",
-        percent(row["goodput_share"], 1) if row["goodput_share"] != "" else "-",
-        count(row["unfinished"]),
-    ]
-
-
-def print_validation(rows: Sequence[Mapping[str, Any]], console: Console) -> None:
-    """A paper's table beside ours."""
-    table = _table(
-        "arXiv 2601.21351, DeepSeek-V3 on Ascend 910C",
-        not console.is_terminal,
-        *("", "result", "printed", "ours", "reproduced"),
-    )
-    table.columns[1].justify = "left"
-    reasons = Table.grid(padding=(0, 1))
-    reasons.add_column(justify="right")
-    reasons.add_column(overflow="fold")
-    for number, row in enumerate(rows, start=1):
-        done = row["is_reproduced"]
-        verdict = Text("yes" if done else "no", style="green" if done else "bold yellow")
-        table.add_row(str(number), row["result"], row["printed"], row["ours"], verdict)
-        reasons.add_row(f"{number}.", row["why"])
-    console.print(table)
-    console.print(reasons)
-
-
-def print_calibration(calibration: Calibration, console: Console) -> None:
-    """Fitted coefficients, how well each line fits, and where it was measured."""
-    table = _table(
-        f"Calibration {calibration.name}",
-        not console.is_terminal,
-        *("stage", "alpha", "beta", "points", "worst error", "R2", "range"),
-    )
-    c = calibration.coefficients
-    for stage, fit in calibration.fits.items():
-        alpha, beta = getattr(c, f"alpha_{stage}"), getattr(c, f"beta_{stage}")
-        table.add_row(
-            stage,
-            f"{duration(alpha)} / {'token' if stage == 'attention' else 'slot'}",
-            duration(beta),
-            str(fit.points),
-            percent(fit.max_relative_error, 1),
-            f"{fit.r2:.4f}",
-            f"{fit.min_load:,.0f}..{fit.max_load:,.0f} {fit.quantity}",
-        )
-    console.print(table)
-    warnings = [f"{s}: {fit.warning}" for s, fit in calibration.fits.items() if fit.warning]
-    print_warnings([*warnings, *calibration.notes], console)
