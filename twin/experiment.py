@@ -18,7 +18,7 @@ from twin.open_loop_experiment import run_open_loop
 from twin.saturated_run import SaturatedRun
 from twin.simulation import Simulator, fault_events, simulated_ratios
 from twin.stages import StageInterval
-from twin.theory import Theory, solve_theory, theory_summary
+from twin.theory import Theory, kv_warning, solve_theory, theory_summary
 from twin.workload import ResolvedWorkload, resolve_workload
 
 OnProgress = Callable[[str, int, int], None]
@@ -170,6 +170,8 @@ def _simulation_warnings(summary: Mapping[str, Any], simulator: Simulator) -> li
     notes = dict.fromkeys(simulator.point(theory.r).runs[0].notes)
     is_chosen_here = theory.scenario.run.engine == "auto"
     warnings = [note for note in notes if not (is_chosen_here and note.endswith("as asked."))]
+    fullest = max(int(run.max_load_tokens.max()) for run in simulator.point(theory.r).runs)
+    warnings += kv_warning(theory, fullest)
     missed = [p["r"] for p in summary["simulation"]["points"] if not p["target_met"]]
     if missed:
         target = theory.scenario.run.target_relative_error

@@ -20,7 +20,7 @@ from twin.open_loop import OpenLoopRun, simulate_open_loop
 from twin.output_statistics import batch_means, mser5, replications
 from twin.simulation import estimate_summary, fault_events
 from twin.stages import StageInterval
-from twin.theory import Theory
+from twin.theory import Theory, kv_warning
 
 LATENCIES = ("queue_s", "ttft_s", "tpot_s", "e2e_s")
 CURVE_LEVELS = (*(0.01 * k for k in range(99)), 0.99, 0.995, 0.999, 1.0)
@@ -272,6 +272,8 @@ def _warnings(
     theory: Theory, summary: dict[str, Any], runs: Sequence[OpenLoopRun]
 ) -> tuple[str, ...]:
     warnings = list(dict.fromkeys(note for run in runs for note in run.notes))
+    fullest = max((point.max_load_tokens for run in runs for point in run.series), default=0)
+    warnings += kv_warning(theory, fullest)
     unfinished = summary["running"] + summary["queued"] + summary["preparing"]
     if unfinished:
         warnings.append(

@@ -303,6 +303,24 @@ def theory_warnings(theory: Theory) -> list[str]:
     return warnings
 
 
+def kv_warning(theory: Theory, fullest_tokens: float) -> list[str]:
+    """What the twin met where a KV capacity is set: its workers do not run out of memory.
+
+    Args:
+        theory: Gives capacity and microbatches.
+        fullest_tokens: Largest load of one worker in one microbatch during the simulation.
+    """
+    capacity = theory.limits.kv_capacity_tokens
+    if capacity is None:
+        return []
+    held = theory.bundle.microbatches * fullest_tokens
+    verdict = "above it, without preempting" if held > capacity else "within it"
+    return [
+        f"kv_capacity_tokens = {capacity:,} limits B; simulated workers do not enforce it: the "
+        f"fullest held up to {held:,.0f} tokens, {verdict}"
+    ]
+
+
 def calibration_warnings(theory: Theory) -> list[str]:
     """Loads and batches of this run that the calibration never saw."""
     from models.calibration import outside_range
