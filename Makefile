@@ -6,7 +6,7 @@ run: .venv/.core          ## set up what is missing, then run the main job
 	$(BIN)/twin run
 
 test: .venv/.all          ## set up what is missing, then run all tests
-	$(BIN)/python -m pytest
+	$(BIN)/python -m pytest -n 2 --dist loadfile
 
 check: .venv/.all         ## formatting, lint, types, import rules
 	$(BIN)/ruff format --check .
