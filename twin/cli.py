@@ -65,6 +65,9 @@ SetOption = Annotated[
     list[str] | None,
     typer.Option("--set", help="Change a setting: table.key=value. May be repeated."),
 ]
+SkipOption = Annotated[
+    bool, typer.Option("--skip-bad-rows", help="Leave bad rows of the trace out and count them.")
+]
 SeedOption = Annotated[
     int | None, typer.Option("--seed", help="Seed of all random streams (run.seed).")
 ]
@@ -108,9 +111,14 @@ def _complain(message: str) -> None:
 
 
 def _scenario(
-    path: Path | None, trace: str | None, overrides: list[str] | None, seed: int | None
+    path: Path | None,
+    trace: str | None,
+    overrides: list[str] | None,
+    *,
+    seed: int | None = None,
+    skip_bad_rows: bool = False,
 ) -> Scenario:
-    """The scenario of the command line: file, then --trace, then --set, then --seed."""
+    """The scenario of the command line: file, then --trace, then --set, then the other flags."""
     from models.scenario_file import DEFAULT_TRACE, apply_overrides, parse_scenario, read_toml
 
     tables: dict[str, Any] = {} if path is None else read_toml(path)
@@ -134,6 +142,8 @@ def _scenario(
         workload.setdefault("trace", DEFAULT_TRACE)
     if seed is not None:
         tables = apply_overrides(tables, [f"run.seed={seed}"])
+    if skip_bad_rows:
+        tables = apply_overrides(tables, ["workload.skip_bad_rows=true"])
     return parse_scenario(tables, where="command line" if path is None else str(path))
 
 
@@ -146,6 +156,7 @@ def run(
     scenario: ScenarioArgument = None,
     trace: TraceOption = None,
     settings: SetOption = None,
+    skip_bad_rows: SkipOption = False,
     seed: SeedOption = None,
     out: Annotated[
         Path | None,
@@ -161,7 +172,7 @@ def run(
     from twin.report import make_console, print_report
     from twin.run_files import run_record
 
-    question = _scenario(scenario, trace, settings, seed)
+    question = _scenario(scenario, trace, settings, seed=seed, skip_bad_rows=skip_bad_rows)
     if out is not None:
         check_writable(out)
     with progress_bar() as on_progress:
@@ -181,6 +192,7 @@ def theory(
     scenario: ScenarioArgument = None,
     trace: TraceOption = None,
     settings: SetOption = None,
+    skip_bad_rows: SkipOption = False,
     as_json: JsonOption = False,
 ) -> None:
     """The closed forms alone, in under a second."""
@@ -188,7 +200,7 @@ def theory(
     from twin.theory import solve_theory, theory_summary
     from twin.workload import resolve_workload
 
-    question = _scenario(scenario, trace, settings, None)
+    question = _scenario(scenario, trace, settings, skip_bad_rows=skip_bad_rows)
     workload = resolve_workload(question.workload, seed=question.run.seed)
     summary = theory_summary(solve_theory(question, workload))
     if as_json:
@@ -206,6 +218,7 @@ def sweep(
     ] = None,
     trace: TraceOption = None,
     settings: SetOption = None,
+    skip_bad_rows: SkipOption = False,
     out: Annotated[
         Path | None, typer.Option("--out", help="Sweep directory; an unfinished one goes on.")
     ] = None,
@@ -227,7 +240,7 @@ def sweep(
     if not over:
         raise ScenarioError("--over is missing: which key to sweep, e.g. attention_ffn.r=1..32")
     axes = [parse_axis(text) for text in over]
-    tables = scenario_tables(_scenario(scenario, trace, settings, None))
+    tables = scenario_tables(_scenario(scenario, trace, settings, skip_bad_rows=skip_bad_rows))
     target = out or Path("results") / ("sweep-" + "-".join(a.key.split(".")[-1] for a in axes))
     with progress_bar() as on_progress:
         try:

@@ -143,9 +143,7 @@ def test_a_bad_command_is_refused_and_writes_nothing(twin, tmp_path, arguments, 
 def test_bad_rows_can_be_left_out_and_are_counted(twin, tmp_path):
     rows = GOOD_ROW * 40 + "2023-11-16 18:15:47,-5,44\n" + "2023-11-16 18:15:48,5,0\n"
     (tmp_path / "trace.csv").write_text(TRACE_HEAD + rows)
-    code, out, _ = twin(
-        "theory", "--trace", "trace.csv", "--set", "workload.skip_bad_rows=true", "--json"
-    )
+    code, out, _ = twin("theory", "--trace", "trace.csv", "--skip-bad-rows", "--json")
     answer = json.loads(out)
     assert code == 0
     assert answer["workload"]["num_requests"] == 40
