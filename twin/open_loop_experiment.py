@@ -280,6 +280,8 @@ def _warnings(
             f"{unfinished:,} of {summary['injected']:,} requests were not finished at the end: "
             "latencies are those of the completed ones and look better than they are"
         )
+    if summary["completed"] == 0:
+        warnings.append("no request was completed: there are no latencies to report")
     share = summary["offered_share"]
     if share is not None and share >= 1.0:
         warnings.append(

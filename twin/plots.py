@@ -32,7 +32,7 @@ def draw_all(summary: Mapping[str, Any]) -> dict[str, bytes]:
     }
     if summary.get("load_distribution"):
         pictures["load.png"] = _png(load_figure(summary))
-    if summary.get("open_loop"):
+    if summary.get("open_loop") and summary["open_loop"]["latency"]["ttft_s"]:
         pictures["latency.png"] = _png(latency_figure(summary))
     return pictures
 

@@ -328,6 +328,9 @@ class Simulator:
     def _load_overhead(self, point: SaturatedPoint) -> dict[str, Any]:
         """Load of the slowest worker over the mean load, minus 1."""
         mean = point.sums("mean_load_tokens")
+        if not mean.any():  # no prompt tokens and one output token: slots hold nothing
+            mean = np.ones_like(mean)
+            return self._ratio_summary(0.0 * mean, mean)
         return self._ratio_summary(point.sums("max_load_tokens") - mean, mean)
 
 

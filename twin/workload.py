@@ -12,6 +12,7 @@ from numpy.typing import NDArray
 
 from models.streams import stream
 from models.strict_tables import ScenarioError
+from models.worker_load import MAX_LOAD_TOKENS
 from models.workload_settings import (
     ArrivalSettings,
     FixedLengths,
@@ -28,6 +29,7 @@ from models.workload_settings import (
 )
 from traces import arrivals as arrival_processes
 from traces import length_laws
+from traces.errors import TraceError
 from traces.lengths import LengthPairs
 from traces.request import Trace
 from traces.workloads import BUNDLED, bundled_arrivals, bundled_info, bundled_lengths
@@ -147,9 +149,22 @@ def resolve_workload(settings: Workload, *, seed: int) -> ResolvedWorkload:
         seed: Of the named random streams; only ServeGen statistics need one.
 
     Raises:
-        TraceError: If a trace file breaks a rule.
+        TraceError: If a trace file breaks a rule, or its lengths are out of any range.
         ScenarioError: If a setting does not fit what ``trace`` is, or a law cannot be built.
     """
+    workload = _resolve(settings, seed)
+    lengths = workload.lengths
+    reach = int((lengths.prompt_tokens + lengths.output_tokens).max())
+    if reach - int(lengths.prompt_tokens.min()) > MAX_LOAD_TOKENS:
+        raise TraceError(
+            f"{workload.source}: a request grows to {reach:,} tokens (prompt + output); "
+            f"lengths may span at most {MAX_LOAD_TOKENS:,} tokens"
+        )
+    return workload
+
+
+def _resolve(settings: Workload, seed: int) -> ResolvedWorkload:
+    """Read the trace, or build the length law, that ``settings`` names."""
     if settings.lengths is not None:
         try:
             law = _length_law(settings.lengths)

@@ -56,6 +56,7 @@ BAD_TRACES = {
     "overflow": (TRACE_HEAD + "2023-11-16 18:15:47,99999999999999,10\n", "99999999999999"),
     "text length": (TRACE_HEAD + "2023-11-16 18:15:47,many,10\n", "many"),
     "bad time": (TRACE_HEAD + "yesterday,10,10\n", "yesterday"),
+    "longer than any memory": (TRACE_HEAD + "2023-11-16 18:15:47,5,2000000000\n", "at most"),
     "missing cell": (TRACE_HEAD + "2023-11-16 18:15:47,10\n", "line 2"),
     "extra cell": (TRACE_HEAD + "2023-11-16 18:15:47,10,10,10\n", "line 2"),
     "torn gzip": (gzip.compress((TRACE_HEAD + GOOD_ROW * 50).encode())[:-30], "trace.csv"),
@@ -239,6 +240,48 @@ def test_a_tampered_decision_is_found(twin, tmp_path):
     code, out, _ = twin("replay", "here")
     assert code == 1
     assert f"call {last['n']} " in out
+
+
+LEGAL_EXTREMES = {
+    "one request": ["--set", "workload.lengths={kind='fixed',prompt_tokens=5,output_tokens=1}"],
+    "no load at all": ["--set", "workload.lengths={kind='fixed',prompt_tokens=0,output_tokens=1}"],
+    "free attention per token": [
+        "--set",
+        "attention_ffn.coefficients={alpha_attention=0,beta_attention=5,alpha_ffn=1,beta_ffn=1}",
+    ],
+    "free FFN per token": [
+        "--set",
+        "attention_ffn.coefficients={alpha_attention=1,beta_attention=5,alpha_ffn=0,beta_ffn=1}",
+    ],
+    "one slot, one worker": [
+        *("--set", "attention_ffn.batch_per_worker=1", "--set", "attention_ffn.r=1"),
+        *("--set", "attention_ffn.r_max=1"),
+    ],
+    "many microbatches": [
+        *("--set", "attention_ffn.semantics=pingpong", "--set", "attention_ffn.microbatches=8"),
+    ],
+    "cold start": ["--set", "run.start=cold"],
+    "transfer of the whole bundle": [
+        "--set",
+        "attention_ffn.coefficients={alpha_attention=0.002,beta_attention=50,alpha_ffn=0.08,"
+        "beta_ffn=100,alpha_communication=0.5,beta_communication=20,communication='bundle'}",
+    ],
+    "a horizon before the first arrival": [
+        *("--set", "run.mode=open_loop", "--set", "run.horizon_s=0.001"),
+        *("--set", "workload.arrivals={kind='poisson',rate_per_s=0.01}"),
+        *("--set", "workload.num_requests=3", "--set", "attention_ffn.r=2"),
+    ],
+}
+
+
+@pytest.mark.parametrize("name", LEGAL_EXTREMES)
+def test_legal_extremes_are_answered(twin, tmp_path, name):
+    fast = [*FAST, "--set", "run.simulate_r=chosen", "--set", "attention_ffn.batch_per_worker=16"]
+    code, out, err = twin("run", "--out", "here", "--json", *fast, *LEGAL_EXTREMES[name])
+    assert (code, err) == (0, "")
+    answer = json.loads(out)
+    assert answer["recommendation"]["r"] >= 1
+    assert (tmp_path / "here" / "run.json").exists()
 
 
 def test_output_in_a_pipe_is_plain_text(tmp_path):
