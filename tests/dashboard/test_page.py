@@ -176,7 +176,7 @@ def test_a_law_that_is_too_wide_to_solve_is_an_error_box() -> None:
         sigma_output = 4.0
         """
     )
-    assert "slot loads span" in errors(page)[0]
+    assert "lengths may span at most" in errors(page)[0]
     assert not page.exception
 
 
