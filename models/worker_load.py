@@ -23,7 +23,7 @@ from traces.lengths import LengthPairs
 
 # Chance, at each end, of a load outside the lattice that is kept.
 LOST_MASS_LOG = math.log(1e16)
-MAX_POINTS = 1 << 20
+MAX_POINTS = 1 << 18
 MAX_LOAD_TOKENS = 1 << 25
 STEPS_PER_SD = 512
 # A shifted gamma this close to symmetric differs from a normal by less than 1e-6 sd.
