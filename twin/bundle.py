@@ -190,7 +190,7 @@ def _run_record(
             f"{case.times.layers_each:g}."
         )
     if bundle.semantics == "pingpong":
-        notes.append("The pipeline starts empty: the first steps fill it.")
+        notes.append("The pipeline was filled by one step that is not counted.")
     if case.start == "cold":
         notes.append("Cold start: all slots begin with requests of age 0; cut the warm-up.")
     if raw.num_waiting:

@@ -80,46 +80,53 @@ def paired_difference(a: ArrayLike, b: ArrayLike, *, confidence: float = 0.95) -
 
 
 def not_worse_than_best(
-    values_by_setting: Mapping[Setting, ArrayLike], *, confidence: float = 0.95
+    values_by_setting: Mapping[Setting, ArrayLike],
+    *,
+    best: Setting | None = None,
+    confidence: float = 0.95,
 ) -> tuple[Setting, ...]:
-    """Settings that the runs cannot tell from the one with the largest mean.
+    """Settings that the runs cannot tell from the best one.
 
-    Each is compared with the best by a one-sided paired t test under Holm's step-down rule. A
-    given setting that is in truth as good as any is left out with a chance of about
-    ``1 - confidence`` or less. That one of several equally good ones is left out is likelier,
-    because the best is picked by luck among them.
+    Each is compared with the best by a one-sided paired t test under Holm's step-down rule, over
+    the replications that both have. A given setting that is in truth as good as any is left out
+    with a chance of about ``1 - confidence`` or less. That one of several equally good ones is left
+    out is likelier, because the best is picked by luck among them.
 
     Args:
-        values_by_setting: Setting -> [k] larger-is-better numbers, same replications for all.
+        values_by_setting: Setting -> [k] larger-is-better numbers, one a replication, the same
+            replications in the same order; k may differ between settings.
+        best: The setting to compare with; None: the one with the largest mean.
         confidence: In (0, 1).
 
     Returns:
         The settings, in the mapping's order; the best is among them.
 
     Raises:
-        ValueError: If there is no setting, or see ``paired_difference``.
+        ValueError: If there is no setting, or ``best`` is none of them, or see
+            ``paired_difference``.
 
     Source:
         Holm, Scandinavian Journal of Statistics 6, 1979.
     """
     if not values_by_setting:
         raise ValueError("values_by_setting must have at least one setting, found none")
-    means = {
-        setting: float(np.asarray(values, dtype=np.float64).mean())
-        for setting, values in values_by_setting.items()
-    }
-    best = max(means, key=lambda setting: means[setting])
+    values = {key: np.asarray(one, dtype=np.float64) for key, one in values_by_setting.items()}
+    if best is None:
+        best = max(values, key=lambda setting: float(values[setting].mean()))
+    if best not in values:
+        raise ValueError(f"best must be one of the settings, found {best!r}")
     chance: dict[Setting, float] = {}
-    for setting, values in values_by_setting.items():
+    for setting, other in values.items():
         if setting != best:
-            gap = paired_difference(values_by_setting[best], values, confidence=confidence)
+            shared = min(len(values[best]), len(other))
+            gap = paired_difference(values[best][:shared], other[:shared], confidence=confidence)
             chance[setting] = _chance_of_gap(gap)
     worse: set[Setting] = set()
     for rank, setting in enumerate(sorted(chance, key=lambda setting: chance[setting])):
         if chance[setting] > (1.0 - confidence) / (len(chance) - rank):
             break
         worse.add(setting)
-    return tuple(setting for setting in values_by_setting if setting not in worse)
+    return tuple(setting for setting in values if setting not in worse)
 
 
 def _chance_of_gap(gap: Difference) -> float:

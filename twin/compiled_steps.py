@@ -336,6 +336,36 @@ def barrier_cycles(
 
 
 @compiled
+def pass_layers(
+    simulated_layers: int,
+    stage: Floats,
+    worker_free: Floats,
+    shared_free: Floats,
+    arrived: Floats,
+    loads: Ints,
+) -> None:
+    """One step of all microbatches through workers, link and FFN; see ``pingpong_cycles``.
+
+    Microbatches never overtake each other, so their stages can be worked out in turn.
+    """
+    alpha, beta, layers = stage[0], stage[1], stage[2]
+    one_way, round_trip, ffn = stage[3], stage[4], stage[5]
+    for _ in range(simulated_layers):
+        for u in range(len(arrived)):
+            ready = arrived[u]
+            for j in range(loads.shape[1]):
+                start = max(worker_free[j], arrived[u])
+                finish = start + (alpha * loads[u, j] + beta) * layers
+                worker_free[j] = finish
+                ready = max(ready, finish)
+            sent = max(ready, shared_free[0])
+            shared_free[0] = sent + round_trip
+            begun = max(sent + one_way, shared_free[1])
+            shared_free[1] = begun + ffn
+            arrived[u] = shared_free[1] + one_way
+
+
+@compiled
 def pingpong_cycles(
     until: int,
     simulated_layers: int,
@@ -370,9 +400,9 @@ def pingpong_cycles(
 ) -> None:
     """Rounds of all microbatches, until ``until`` or until the requests at hand do not suffice.
 
-    Only the last round of a run may be cut: elsewhere ``until`` is a multiple of m.
-
-    Microbatches never overtake each other, so their stages can be worked out in turn.
+    Only the last round of a run may be cut: elsewhere ``until`` is a multiple of m. All
+    microbatches pass through it, but only those up to ``until`` are noted. ``pass_layers`` has
+    filled the pipeline before.
 
     Args:
         stage: alpha, beta of attention per layer, layers each simulated one stands for, and for
@@ -383,8 +413,6 @@ def pingpong_cycles(
     """
     m, num_buckets = head.shape
     r = loads.shape[1]
-    alpha, beta, layers = stage[0], stage[1], stage[2]
-    one_way, round_trip, ffn = stage[3], stage[4], stage[5]
     while cursor[_CYCLE] < until:
         step = cursor[_CYCLE] // m
         running = min(m, until - cursor[_CYCLE])
@@ -395,19 +423,7 @@ def pingpong_cycles(
             return
         if routing == POWER_OF_TWO and cursor[_DRAW] + 2 * needed.sum() > len(draws):
             return
-        for _ in range(simulated_layers):
-            for u in range(running):
-                ready = arrived[u]
-                for j in range(r):
-                    start = max(worker_free[j], arrived[u])
-                    finish = start + (alpha * loads[u, j] + beta) * layers
-                    worker_free[j] = finish
-                    ready = max(ready, finish)
-                sent = max(ready, shared_free[0])
-                shared_free[0] = sent + round_trip
-                begun = max(sent + one_way, shared_free[1])
-                shared_free[1] = begun + ffn
-                arrived[u] = shared_free[1] + one_way
+        pass_layers(simulated_layers, stage, worker_free, shared_free, arrived, loads)
         for u in range(running):
             cycle = cursor[_CYCLE] + u
             top, total = loads[u, 0], loads[u, 0]

@@ -144,13 +144,17 @@ class CycleLog:
 
 
 def period_series(
-    end_s: NDArray[np.float64], microbatches: int, num_layers: int
+    end_s: NDArray[np.float64], filled_s: NDArray[np.float64], num_layers: int
 ) -> NDArray[np.float64]:
     """Seconds per layer and microbatch period from the ends of steps taken in turn.
 
-    A microbatch's step lasts from its own previous end to this one and spans ``microbatches``
-    periods of ``num_layers`` layers. The first step of each counts from instant 0.
+    A microbatch's step lasts from its own previous end to this one and spans as many periods of
+    ``num_layers`` layers as there are microbatches.
+
+    Args:
+        end_s: [n] when each step ended.
+        filled_s: [m] when the step before the first one ended, for each microbatch.
+        num_layers: L.
     """
-    first = np.zeros(min(microbatches, len(end_s)))
-    previous = np.concatenate((first, end_s[:-microbatches]))
-    return (end_s - previous) / (microbatches * num_layers)
+    previous = np.concatenate((filled_s, end_s))[: len(end_s)]
+    return (end_s - previous) / (len(filled_s) * num_layers)

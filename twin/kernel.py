@@ -76,6 +76,7 @@ class _CompiledRun:
         self._done, self._pick = np.empty((2, r * b), dtype=np.int64)
         self._scratch = np.empty((4, r * b + 2 * r), dtype=np.int64)
         self._worker_free, self._shared_free, self._arrived = np.zeros(r), np.zeros(2), np.zeros(m)
+        self._filled_s: NDArray[np.float64] | None = None
         self._stride = sample_stride(n)
         self._end_s, self._cycle_s = np.empty((2, n))
         self._max_load, self._sum_load, self._completed = np.empty((3, n), dtype=np.int64)
@@ -96,8 +97,8 @@ class _CompiledRun:
     def columns(self) -> RawCycles:
         """All series."""
         bundle = self._case.times.bundle
-        if bundle.semantics == "pingpong":
-            self._cycle_s = period_series(self._end_s, bundle.microbatches, bundle.num_layers)
+        if self._filled_s is not None:
+            self._cycle_s = period_series(self._end_s, self._filled_s, bundle.num_layers)
         return RawCycles(
             end_s=self._end_s,
             cycle_s=self._cycle_s,
@@ -131,6 +132,12 @@ class _CompiledRun:
         stage = np.array(
             [c.alpha_attention, c.beta_attention, layers, *(s * layers for s in shared_s)]
         )
+        if self._filled_s is None:
+            self._steps.pass_layers(
+                times.simulated_layers, stage, self._worker_free, self._shared_free, self._arrived,
+                self._loads,
+            )  # fmt: skip
+            self._filled_s = self._arrived.copy()
         self._steps.pingpong_cycles(
             until, times.simulated_layers, b, self._routing, stage,
             self._worker_free, self._shared_free, self._arrived,

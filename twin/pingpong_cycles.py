@@ -14,17 +14,25 @@ from twin.pipeline import Attention, PingPongPipeline
 from twin.saturated_plan import SaturatedPlan, meet_presence
 
 
+FILLING = -1
+
+
 class PingPongCycles:
-    """Microbatches take turns on workers, link and FFN; two events a microbatch and layer."""
+    """Microbatches take turns on workers, link and FFN; two events a microbatch and layer.
+
+    A step that is not noted comes first, on the loads of the first one: it fills the pipeline, so
+    that every noted step lasts from one pass of its microbatch to the next. The last round is
+    played to its end, although only ``num_cycles`` are noted: a microbatch that runs alone is
+    faster than one among others.
+    """
 
     def __init__(self, env: simpy.Environment, plan: SaturatedPlan) -> None:
         self._env = env
         self._plan = plan
         num_workers, m = len(plan.pools[0].live), len(plan.pools)
-        timeline = plan.timeline if plan.timeline_cycles else None
-        self._pipeline = PingPongPipeline(num_workers, effects=plan.effects, timeline=timeline)
+        self._pipeline = PingPongPipeline(num_workers, effects=plan.effects)
         self._layers = plan.times.layers_each
-        self._step = [0] * m
+        self._step = [FILLING] * m
         self._layer = [0] * m
         self._attention_s: list[list[float]] = [[] for _ in range(m)]
         self._shared_s = [(0.0, 0.0, 0.0)] * m
@@ -39,11 +47,8 @@ class PingPongCycles:
     def _begin_step(self, microbatch: int, now: float, _event: Event | None = None) -> None:
         """Fix the stage times of the step: loads do not change within it."""
         plan, pool = self._plan, self._plan.pools[microbatch]
-        cycle = self._step[microbatch] * len(plan.pools) + microbatch
-        if cycle >= plan.log.num_cycles:
+        if self._step[microbatch] * len(plan.pools) >= plan.log.num_cycles:
             return
-        if cycle >= plan.timeline_cycles:
-            self._pipeline.timeline = None
         if plan.effects is not None and not meet_presence(pool, plan.effects, now):
             back_s = plan.effects.next_return_s(now)
             call_at(self._env, back_s, partial(self._begin_step, microbatch, back_s))
@@ -59,14 +64,26 @@ class PingPongCycles:
 
     def _attend(self, microbatch: int, arrived_s: float) -> None:
         attention_s = self._attention_s[microbatch]
+        self._show(microbatch)
         attention = self._pipeline.attend(arrived_s, attention_s, microbatch)
         if self._undisturbed is not None:
             self._undisturbed.follow(microbatch, attention_s, self._shared_s[microbatch], attention)
         call_at(self._env, attention.ready_s, partial(self._serve, microbatch, attention.ready_s))
 
     def _serve(self, microbatch: int, ready_s: float, _event: Event) -> None:
+        self._show(microbatch)
         arrived_s = self._pipeline.serve(ready_s, *self._shared_s[microbatch], microbatch)
         call_at(self._env, arrived_s, partial(self._arrive, microbatch, arrived_s))
+
+    def _cycle(self, microbatch: int) -> int:
+        return self._step[microbatch] * len(self._plan.pools) + microbatch
+
+    def _show(self, microbatch: int) -> None:
+        """Let the pipeline note the next stage where it belongs to the first cycles."""
+        plan = self._plan
+        if plan.timeline_cycles:
+            is_shown = 0 <= self._cycle(microbatch) < plan.timeline_cycles
+            self._pipeline.timeline = plan.timeline if is_shown else None
 
     def _arrive(self, microbatch: int, arrived_s: float, _event: Event) -> None:
         self._layer[microbatch] += 1
@@ -78,15 +95,15 @@ class PingPongCycles:
 
     def _finish_step(self, microbatch: int, now: float) -> None:
         plan, pool = self._plan, self._plan.pools[microbatch]
-        m = len(plan.pools)
-        cycle = self._step[microbatch] * m + microbatch
-        layers = m * plan.times.bundle.num_layers
-        cycle_s = (now - self._step_end_s[microbatch]) / layers
-        loads, live = pool.loads, pool.live
+        cycle, is_filling = self._cycle(microbatch), self._step[microbatch] == FILLING
+        layers = len(plan.pools) * plan.times.bundle.num_layers
         faulty = None
         if self._undisturbed is not None:
-            faulty = self._undisturbed.finish_step(microbatch, live, layers)
-        plan.log.note(cycle, now, cycle_s, loads, pool.finish_step(now), faulty)
+            faulty = self._undisturbed.finish_step(microbatch, pool.live, layers)
+        if not is_filling and cycle < plan.log.num_cycles:
+            cycle_s = (now - self._step_end_s[microbatch]) / layers
+            loads = pool.loads
+            plan.log.note(cycle, now, cycle_s, loads, pool.finish_step(now), faulty)
         self._step_end_s[microbatch] = now
         self._step[microbatch] += 1
         self._layer[microbatch] = 0

@@ -196,13 +196,14 @@ class Simulator:
             self._point_summary(point, predicted)
             for point, predicted in zip(points, self.predicted_throughput(ratios), strict=True)
         ]
-        shared = min(len(point.runs) for point in points)
-        by_ratio = {point.r: point.values("throughput_per_instance")[:shared] for point in points}
+        by_ratio = {point.r: point.tokens / point.priced_s for point in points}
         best = max(rows, key=lambda row: row["throughput_per_instance"]["mean"])["r"]
         return {
             "points": rows,
             "best_r": best,
-            "not_worse_than_best": sorted(not_worse_than_best(by_ratio, confidence=run.confidence)),
+            "not_worse_than_best": sorted(
+                not_worse_than_best(by_ratio, best=best, confidence=run.confidence)
+            ),
             "confidence": run.confidence,
             "engine": " and ".join(sorted({run.engine for p in points for run in p.runs})),
             "start": run.start,
