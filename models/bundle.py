@@ -11,8 +11,20 @@ import math
 from dataclasses import dataclass
 from typing import Literal
 
+MAX_COEFFICIENT_S = 1e6
+MIN_COEFFICIENT_S = 1e-20
+
 Semantics = Literal["barrier", "pingpong"]
 CommunicationForm = Literal["worker", "bundle"]
+
+_COEFFICIENTS = (
+    "alpha_attention",
+    "beta_attention",
+    "alpha_ffn",
+    "beta_ffn",
+    "alpha_communication",
+    "beta_communication",
+)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -42,14 +54,7 @@ class LatencyCoefficients:
     communication: CommunicationForm = "worker"
 
     def __post_init__(self) -> None:
-        for name in (
-            "alpha_attention",
-            "beta_attention",
-            "alpha_ffn",
-            "beta_ffn",
-            "alpha_communication",
-            "beta_communication",
-        ):
+        for name in _COEFFICIENTS:
             value = getattr(self, name)
             if not (math.isfinite(value) and value >= 0.0):
                 raise ValueError(f"{name} must be finite and >= 0, found {value!r}")
@@ -61,6 +66,22 @@ class LatencyCoefficients:
             raise ValueError(
                 f"communication must be 'worker' or 'bundle', found {self.communication!r}"
             )
+
+    def require_plausible_seconds(self) -> None:
+        """Each coefficient, taken as seconds, must be 0 or within 1e-20..1e6.
+
+        Beyond, stage times leave the range in which their sums and ratios mean anything.
+
+        Raises:
+            ValueError: Naming the coefficient.
+        """
+        for name in _COEFFICIENTS:
+            value = getattr(self, name)
+            if value != 0.0 and not MIN_COEFFICIENT_S <= value <= MAX_COEFFICIENT_S:
+                raise ValueError(
+                    f"{name} must be 0 or within {MIN_COEFFICIENT_S:g}..{MAX_COEFFICIENT_S:g} "
+                    f"seconds, found {value:g} s"
+                )
 
     def attention_s(self, load_tokens: float) -> float:
         """Seconds of attention on one worker that holds ``load_tokens``."""

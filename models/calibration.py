@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import os
 from collections.abc import Mapping
+from contextlib import suppress
 from pathlib import Path
 
 import numpy as np
@@ -14,7 +15,12 @@ from numpy.typing import ArrayLike
 
 from models.bundle import CommunicationForm, LatencyCoefficients
 from models.calibration_file import Calibration, parse_calibration, write_calibration
-from models.measurements import QUANTITY_BY_STAGE, CalibrationError, read_measurements
+from models.measurements import (
+    QUANTITY_BY_STAGE,
+    CalibrationError,
+    read_measurements,
+    require_readable,
+)
 from models.stage_fit import StageFit, fit_stage
 
 __all__ = [
@@ -41,6 +47,7 @@ def load_calibration(name_or_path: str | Path) -> Calibration:
             names file and field.
     """
     path = _ENTRIES / f"{name_or_path}.json" if name_or_path in NAMED else Path(name_or_path)
+    require_readable(path)
     try:
         text = path.read_text(encoding="utf-8")
     except UnicodeDecodeError as error:
@@ -52,13 +59,15 @@ def load_calibration(name_or_path: str | Path) -> Calibration:
 
 
 def save_calibration(calibration: Calibration, path: str | Path) -> None:
-    """Write the file under a temporary name, flush it, and put it in place.
+    """Write a new file under a temporary name, flush it, and put it in place.
 
     Raises:
-        CalibrationError: If the file cannot be written there.
+        CalibrationError: If there is something of that name, or it cannot be written there.
     """
     path = Path(path)
-    temporary = path.with_name(f".{path.name}.{os.getpid()}.tmp")
+    temporary = path.with_name(f".calibration-{os.getpid()}.tmp")
+    if os.path.lexists(path):
+        raise CalibrationError(f"{path}: exists already; choose another name or remove it")
     try:
         with temporary.open("w", encoding="utf-8") as file:
             file.write(write_calibration(calibration))
@@ -68,7 +77,8 @@ def save_calibration(calibration: Calibration, path: str | Path) -> None:
     except OSError as error:
         raise CalibrationError(f"{path}: {error.strerror}") from error
     finally:
-        temporary.unlink(missing_ok=True)
+        with suppress(OSError):  # the folder may be no folder
+            temporary.unlink(missing_ok=True)
 
 
 def fit_attention_ffn(

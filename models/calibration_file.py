@@ -12,7 +12,7 @@ from typing import Any, Literal, get_args
 from models.bundle import LatencyCoefficients
 from models.measurements import QUANTITY_BY_STAGE, CalibrationError
 from models.stage_fit import StageFit
-from models.strict_tables import build_table
+from models.strict_tables import build_table, require_shallow
 
 FormatName = Literal["serving-twin calibration"]
 FormatVersion = Literal[1]
@@ -100,12 +100,16 @@ def parse_calibration(path: Path, text: str) -> Calibration:
     """
     try:
         content = json.loads(text, object_pairs_hook=_object, parse_constant=_not_a_number)
+    except RecursionError:
+        raise CalibrationError(f"{path}: lists or objects are nested too deep") from None
     except json.JSONDecodeError as error:
         raise CalibrationError(f"{path}:{error.lineno}: not JSON: {error.msg}") from error
     except ValueError as error:
         raise CalibrationError(f"{path}: {error}") from error
     try:
+        require_shallow(content)
         file: _File = build_table(_File, content, "calibration")
+        file.coefficients.require_plausible_seconds()
         return Calibration(
             name=file.name,
             coefficients=file.coefficients,

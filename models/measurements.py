@@ -20,6 +20,11 @@ SECONDS_BY_COLUMN = {
 }
 
 
+# Beyond these a number is a slip of unit or column, and squares of it leave the range of floats.
+MAX_LOAD = 1e12
+MIN_SECONDS, MAX_SECONDS = 1e-12, 1e6
+
+
 class CalibrationError(ValueError):
     """A calibration or its measurements cannot be used; the message names file and place."""
 
@@ -37,6 +42,22 @@ class StageMeasurements:
     quantity: str
     load: NDArray[np.float64]
     seconds: NDArray[np.float64]
+
+
+def require_readable(path: Path) -> None:
+    """A pipe or device must not be opened: reading it may never end.
+
+    Raises:
+        CalibrationError: If there is something that is neither a file nor a folder.
+    """
+    if "\0" in str(path):
+        raise CalibrationError(f"{str(path)!r}: is no file name (it holds a zero byte)")
+    try:
+        is_special = path.exists() and not (path.is_file() or path.is_dir())
+    except OSError as error:
+        raise CalibrationError(f"{path}: {error.strerror}") from error
+    if is_special:
+        raise CalibrationError(f"{path}: is not a regular file")
 
 
 def read_measurements(path: str | Path) -> tuple[dict[str, StageMeasurements], tuple[str, ...]]:
@@ -77,8 +98,18 @@ def read_measurements(path: str | Path) -> tuple[dict[str, StageMeasurements], t
         time = _number(path, line, time_column, fields[time_column])
         if time == 0.0:
             raise CalibrationError(f"{path}:{line}: {time_column} must be > 0, found 0")
+        seconds = time * SECONDS_BY_COLUMN[time_column]
+        if load > MAX_LOAD:
+            raise CalibrationError(
+                f"{path}:{line}: {quantity} must be <= {MAX_LOAD:g}, found {fields[quantity]!r}"
+            )
+        if not MIN_SECONDS <= seconds <= MAX_SECONDS:
+            raise CalibrationError(
+                f"{path}:{line}: {time_column} must be within {MIN_SECONDS:g}..{MAX_SECONDS:g} "
+                f"seconds, found {fields[time_column]!r}"
+            )
         loads.setdefault(stage, []).append(load)
-        times.setdefault(stage, []).append(time * SECONDS_BY_COLUMN[time_column])
+        times.setdefault(stage, []).append(seconds)
     if not loads:
         raise CalibrationError(f"{path}: no measurement below the header")
     used = {"stage", "tokens", "batch", time_column}
@@ -96,6 +127,7 @@ def read_measurements(path: str | Path) -> tuple[dict[str, StageMeasurements], t
 
 def _rows(path: Path) -> Iterator[tuple[int, list[str]]]:
     """(line number, fields) of every line that is not blank."""
+    require_readable(path)
     try:
         with path.open(encoding="utf-8-sig", newline="") as file:
             reader = csv.reader(file, strict=True)

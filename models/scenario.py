@@ -19,6 +19,10 @@ from models.strict_tables import (
 )
 from models.workload_settings import Workload
 
+# A replication keeps about 200 bytes a cycle while it runs and 100 when it is done: 4 GiB each.
+MAX_CYCLES = 20_000_000
+MAX_CYCLES_OF_ALL_REPLICATIONS = 40_000_000
+DEFAULT_KV_SAFETY_Z = 3.0
 SECONDS_PER = {"s": 1.0, "ms": 1e-3, "us": 1e-6, "ns": 1e-9}
 
 
@@ -39,11 +43,12 @@ class CoefficientSettings:
         """The same coefficients in seconds.
 
         Raises:
-            ScenarioError: If a value is negative or not finite, or a whole stage is free.
+            ScenarioError: If a value is negative, not finite or out of any range (1e-20..1e6
+                seconds), or a whole stage is free.
         """
         scale = SECONDS_PER[self.unit]
         try:
-            return LatencyCoefficients(
+            seconds = LatencyCoefficients(
                 alpha_attention=self.alpha_attention * scale,
                 beta_attention=self.beta_attention * scale,
                 alpha_ffn=self.alpha_ffn * scale,
@@ -52,8 +57,10 @@ class CoefficientSettings:
                 beta_communication=self.beta_communication * scale,
                 communication=self.communication,
             )
+            seconds.require_plausible_seconds()
         except ValueError as error:
             raise ScenarioError(f"[attention_ffn.coefficients] {error}") from error
+        return seconds
 
     def __post_init__(self) -> None:
         self.in_seconds()
@@ -95,7 +102,7 @@ class AttentionFfn:
     ffn_price: float = 1.0
     max_tpot_s: float | None = None
     kv_capacity_tokens: int | None = None
-    kv_safety_z: float = 3.0
+    kv_safety_z: float = DEFAULT_KV_SAFETY_Z
     level: Literal["mean_field", "gaussian", "pearson3", "exact"] = "exact"
 
     def __post_init__(self) -> None:
@@ -130,6 +137,10 @@ class AttentionFfn:
             max_tpot_s=self.max_tpot_s,
             kv_capacity_tokens=self.kv_capacity_tokens,
         )
+        if self.kv_capacity_tokens is None and self.kv_safety_z != DEFAULT_KV_SAFETY_Z:
+            raise ScenarioError(
+                "[attention_ffn] kv_safety_z: belongs to kv_capacity_tokens, which is not given"
+            )
         if self.one_way_s is not None and self.semantics == "barrier":
             raise ScenarioError(
                 "[attention_ffn] one_way_s: only semantics = 'pingpong' knows a one-way latency; "
@@ -277,7 +288,13 @@ class Run:
                 raise ScenarioError(
                     f"[run] num_cycles: must be >= 20 for an interval, found {self.num_cycles}"
                 )
-            require_at_most("run", 1_000_000_000, num_cycles=self.num_cycles)
+            limit = min(MAX_CYCLES, MAX_CYCLES_OF_ALL_REPLICATIONS // self.replications)
+            if self.num_cycles > limit:
+                raise ScenarioError(
+                    f"[run] num_cycles: must be <= {limit:,} with {self.replications:,} "
+                    f"replications (the series of all cycles are held in memory), "
+                    f"found {self.num_cycles:,}"
+                )
         if not isinstance(self.simulate_r, str):
             if not self.simulate_r:
                 raise ScenarioError("[run] simulate_r: the list is empty; give ratios or 'auto'")
@@ -320,17 +337,39 @@ class Scenario:
                         f"{name}: only means something with [run] mode = 'open_loop'; "
                         "a saturated run has no arrivals and no queue"
                     )
-        elif self.workload.lengths is not None and (
+        else:
+            self._check_open_loop()
+        r = self.attention_ffn.r
+        for fault in self.faults:
+            if not isinstance(r, str) and fault.worker is not None and fault.worker >= r:
+                raise ScenarioError(f"[[faults]] worker: must be < r ({r}), found {fault.worker}")
+
+    def _check_open_loop(self) -> None:
+        if self.workload.lengths is not None and (
             self.workload.arrivals is None or self.workload.num_requests is None
         ):
             raise ScenarioError(
                 "[workload] a length law in an open-loop run needs [workload.arrivals] and "
                 "num_requests"
             )
-        r = self.attention_ffn.r
-        for fault in self.faults:
-            if not isinstance(r, str) and fault.worker is not None and fault.worker >= r:
-                raise ScenarioError(f"[[faults]] worker: must be < r ({r}), found {fault.worker}")
+        usual = Run(mode="open_loop")
+        for name in (
+            "start",
+            "num_cycles",
+            "target_relative_error",
+            "simulate_r",
+            "compare_routing",
+        ):
+            if getattr(self.run, name) != getattr(usual, name):
+                raise ScenarioError(
+                    f"[run] {name}: only means something with [run] mode = 'saturated'; "
+                    "an open-loop run serves its requests once, at the ratio in use"
+                )
+        if self.run.engine == "compiled":
+            raise ScenarioError(
+                "[run] engine: 'compiled' only knows [run] mode = 'saturated'; "
+                "an open-loop run is on 'simpy'"
+            )
 
     def bundle(
         self, coefficients: LatencyCoefficients, num_layers: int, batch_per_worker: int

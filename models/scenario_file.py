@@ -9,21 +9,23 @@ from __future__ import annotations
 import dataclasses
 import tomllib
 import typing
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
 import tomli_w
 
+from models.calibration import NAMED
 from models.scenario import Scenario
-from models.strict_tables import ScenarioError, build_table
+from models.strict_tables import MAX_DEPTH, ScenarioError, build_table, require_shallow
+from traces.workloads import BUNDLED
 
 DEFAULT_TRACE = "azure-2023-conversation"
 
 
 def default_scenario() -> Scenario:
     """What ``twin run`` runs without arguments: the bundled Azure conversation workload."""
-    return parse_scenario({"workload": {"trace": DEFAULT_TRACE}})
+    return parse_scenario({})
 
 
 def load_scenario(path: str | Path, overrides: Sequence[str] = ()) -> Scenario:
@@ -32,7 +34,8 @@ def load_scenario(path: str | Path, overrides: Sequence[str] = ()) -> Scenario:
     Raises:
         ScenarioError: If the file cannot be read or breaks a rule.
     """
-    return parse_scenario(apply_overrides(read_toml(path), overrides), where=str(path))
+    tables = beside(read_toml(path), Path(path).parent)
+    return parse_scenario(apply_overrides(tables, overrides), where=str(path))
 
 
 def read_toml(path: str | Path) -> dict[str, Any]:
@@ -44,54 +47,96 @@ def read_toml(path: str | Path) -> dict[str, Any]:
     file = Path(path)
     if file.is_dir():
         raise ScenarioError(f"{path}: is a directory; a scenario is a TOML file")
+    if file.exists() and not file.is_file():
+        raise ScenarioError(f"{path}: is not a regular file; a scenario is a TOML file")
     try:
-        return tomllib.loads(file.read_bytes().decode("utf-8-sig"))
+        tables = tomllib.loads(file.read_bytes().decode("utf-8-sig"))
+        require_shallow(tables)
     except FileNotFoundError:
         raise ScenarioError(f"{path}: no such scenario file") from None
     except OSError as error:
         raise ScenarioError(f"{path}: cannot be read: {error.strerror or error}") from error
     except UnicodeDecodeError as error:
         raise ScenarioError(f"{path}: is not UTF-8 text (byte {error.start})") from error
-    except tomllib.TOMLDecodeError as error:
-        raise ScenarioError(f"{path}: is not valid TOML: {error}") from error
+    except ScenarioError as error:
+        raise ScenarioError(f"{path}: {error}") from None
+    except (ValueError, RecursionError) as error:  # a number or a nesting beyond Python's limits
+        raise ScenarioError(f"{path}: is not valid TOML: {_one_line(error)}") from None
+    return tables
+
+
+def beside(tables: Mapping[str, Any], folder: Path) -> dict[str, Any]:
+    """A copy of the tables whose relative file names are looked for in ``folder`` first.
+
+    A trace or calibration that is not there keeps its name, for the current directory.
+    """
+    return _renamed(tables, lambda name: str(folder / name) if (folder / name).exists() else name)
+
+
+def with_absolute_files(tables: Mapping[str, Any]) -> dict[str, Any]:
+    """A copy of the tables that names existing files by absolute path."""
+    return _renamed(
+        tables, lambda name: str(Path(name).absolute()) if Path(name).exists() else name
+    )
+
+
+def _renamed(tables: Mapping[str, Any], rename: Callable[[str], str]) -> dict[str, Any]:
+    copy: dict[str, Any] = _deep_copy(tables)
+    for table, key, known in (
+        ("workload", "trace", BUNDLED),
+        ("attention_ffn", "calibration", NAMED),
+    ):
+        node: Any = copy.get(table)
+        name = node.get(key) if isinstance(node, dict) else None
+        if isinstance(name, str) and name.strip() and name not in known and "\0" not in name:
+            node[key] = rename(name)
+    return copy
 
 
 def apply_overrides(tables: Mapping[str, Any], overrides: Sequence[str]) -> dict[str, Any]:
-    """A copy of the tables with ``table.key=value`` settings applied.
+    """A copy of the tables with ``table.key=value`` settings applied; ``faults=[...]`` as well.
 
     A value is read as TOML (``8``, ``0.5``, ``true``, ``[1, 2]``, ``"text"``); what is not TOML
     is taken as text.
 
     Raises:
-        ScenarioError: If an override has no ``=`` or no table.
+        ScenarioError: If an override has no ``=``, no table, or more than one value.
     """
     merged: dict[str, Any] = _deep_copy(tables)
     for override in overrides:
         key, separator, text = override.partition("=")
         path = key.strip().split(".")
-        if not separator or len(path) < 2 or not all(path):
+        shown = _shown(override)
+        is_list = path == ["faults"]
+        if not separator or not (is_list or len(path) >= 2) or not all(path):
             raise ScenarioError(
-                f"--set {override}: must look like table.key=value, "
+                f"--set {shown}: must look like table.key=value, "
                 "e.g. attention_ffn.batch_per_worker=128"
             )
+        if len(path) > MAX_DEPTH:
+            raise ScenarioError(f"--set {shown}: the key is nested deeper than {MAX_DEPTH} levels")
         node = merged
         for name in path[:-1]:
             child = node.setdefault(name, {})
             if not isinstance(child, dict):
-                raise ScenarioError(f"--set {override}: {name} is a value, not a table")
+                raise ScenarioError(f"--set {shown}: {name} is a value, not a table")
             node = child
-        node[path[-1]] = _toml_value(text.strip())
+        try:
+            node[path[-1]] = _toml_value(text.strip())
+        except ScenarioError as error:
+            raise ScenarioError(f"--set {shown}: {error}") from None
     return merged
 
 
 def parse_scenario(tables: Mapping[str, Any], where: str = "scenario") -> Scenario:
-    """A checked scenario from plain tables.
+    """A checked scenario from plain tables; without a workload: the bundled one.
 
     Raises:
         ScenarioError: Naming ``where``, the table and the field.
     """
     try:
-        return typing.cast(Scenario, build_table(Scenario, tables, ""))
+        require_shallow(tables)
+        return typing.cast(Scenario, build_table(Scenario, _with_workload(tables), ""))
     except ScenarioError as error:
         raise ScenarioError(f"{where}: {error}") from None
 
@@ -107,6 +152,14 @@ def scenario_toml(scenario: Scenario) -> str:
     return tomli_w.dumps(scenario_tables(scenario))
 
 
+def _with_workload(tables: Mapping[str, Any]) -> dict[str, Any]:
+    """The tables with the bundled workload where they name neither a trace nor lengths."""
+    workload = tables.get("workload", {})
+    if not isinstance(workload, Mapping) or "trace" in workload or "lengths" in workload:
+        return dict(tables)
+    return {**tables, "workload": {**workload, "trace": DEFAULT_TRACE}}
+
+
 def _deep_copy(node: Any) -> Any:
     if isinstance(node, Mapping):
         return {key: _deep_copy(value) for key, value in node.items()}
@@ -116,11 +169,30 @@ def _deep_copy(node: Any) -> Any:
 
 
 def _toml_value(text: str) -> Any:
+    """One TOML value; what is not TOML is text, as long as it is one line."""
     try:
-        value: Any = tomllib.loads(f"value = {text}")["value"]
+        tables: dict[str, Any] = tomllib.loads(f"value = {text}")
+        require_shallow(tables)
     except tomllib.TOMLDecodeError:
+        if len(text.splitlines()) > 1:
+            raise ScenarioError("the value has several lines and is not one TOML value") from None
         return text
-    return value
+    except ScenarioError:
+        raise
+    except (ValueError, RecursionError) as error:
+        raise ScenarioError(_one_line(error)) from None
+    if list(tables) != ["value"]:
+        raise ScenarioError("one setting at a time; repeat --set for another")
+    return tables["value"]
+
+
+def _one_line(error: Exception) -> str:
+    return " ".join(str(error).split())
+
+
+def _shown(text: str) -> str:
+    line = " ".join(text.split())
+    return line if len(line) <= 120 else line[:117] + "..."
 
 
 def _tables(node: Any) -> Any:

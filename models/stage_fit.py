@@ -100,7 +100,7 @@ def fit_stage(load: FloatArray, seconds: FloatArray, quantity: str) -> StageFit:
 
 
 def curvature_t(load: FloatArray, seconds: FloatArray) -> float | None:
-    """t statistic of a quadratic term added to the line; None without freedom to tell."""
+    """t statistic of a quadratic term added to the line; None where loads do not tell."""
     if len(load) < 4 or len(np.unique(load)) < 3:
         return None
     scaled = (load - load.mean()) / float(load.std())
@@ -108,7 +108,13 @@ def curvature_t(load: FloatArray, seconds: FloatArray) -> float | None:
     coefficients = np.linalg.lstsq(design, seconds, rcond=None)[0]
     residual = seconds - design @ coefficients
     variance = float(residual @ residual) / (len(load) - 3)
-    spread = math.sqrt(variance * float(np.linalg.inv(design.T @ design)[2, 2]))
+    try:
+        inverse = np.linalg.inv(design.T @ design)
+    except np.linalg.LinAlgError:
+        return None
+    if not inverse[2, 2] > 0.0:
+        return None
+    spread = math.sqrt(variance * float(inverse[2, 2]))
     if spread <= 1e-15 * abs(float(coefficients[2])):
         return math.copysign(math.inf, float(coefficients[2]))
     return float(coefficients[2]) / spread

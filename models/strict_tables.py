@@ -10,6 +10,9 @@ import typing
 from collections.abc import Mapping, Sequence
 from typing import Any, Literal
 
+MAX_DEPTH = 20
+MAX_WHOLE_NUMBER = 2**63 - 1
+
 
 class ScenarioError(ValueError):
     """A scenario cannot be used as it is; the message names table and field."""
@@ -29,6 +32,13 @@ def require_not_negative(table: str, **values: float | int | None) -> None:
             raise ScenarioError(f"[{table}] {name}: must be finite and >= 0, found {value!r}")
 
 
+def require_rates(table: str, **values: float) -> None:
+    """Each rate or factor of one must be within 1e-6..1e12, so that clocks resolve what happens."""
+    for name, value in values.items():
+        if not 1e-6 <= value <= 1e12:
+            raise ScenarioError(f"[{table}] {name}: must be within 1e-6..1e12, found {value!r}")
+
+
 def require_at_least_one(table: str, **values: int | None) -> None:
     """Each given value must be >= 1."""
     for name, value in values.items():
@@ -41,6 +51,23 @@ def require_at_most(table: str, limit: int, **values: int | None) -> None:
     for name, value in values.items():
         if value is not None and value > limit:
             raise ScenarioError(f"[{table}] {name}: must be <= {limit:,}, found {value:,}")
+
+
+def require_shallow(value: Any) -> None:
+    """Tables and lists must not be nested deeper than ``MAX_DEPTH``, nor numbers be huge."""
+    level = [value]
+    for _ in range(MAX_DEPTH):
+        nested: list[Any] = []
+        for node in level:
+            if isinstance(node, Mapping):
+                nested += node.values()
+            elif isinstance(node, list | tuple):
+                nested += node
+            elif isinstance(node, int) and abs(node) > MAX_WHOLE_NUMBER:
+                raise ScenarioError(f"a whole number exceeds {MAX_WHOLE_NUMBER:,} (64 bits)")
+        level = nested
+    if level:
+        raise ScenarioError(f"tables and lists are nested deeper than {MAX_DEPTH} levels")
 
 
 def build_table(cls: type, tables: Any, table: str) -> Any:

@@ -13,7 +13,10 @@ from models.strict_tables import (
     require_at_most,
     require_not_negative,
     require_positive,
+    require_rates,
 )
+
+MAX_TOKENS = 2**31 - 1
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -27,6 +30,12 @@ class FixedLengths:
     def __post_init__(self) -> None:
         require_not_negative("workload.lengths", prompt_tokens=self.prompt_tokens)
         require_at_least_one("workload.lengths", output_tokens=self.output_tokens)
+        require_at_most(
+            "workload.lengths",
+            MAX_TOKENS,
+            prompt_tokens=self.prompt_tokens,
+            output_tokens=self.output_tokens,
+        )
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -39,6 +48,7 @@ class GeometricLengths:
 
     def __post_init__(self) -> None:
         require_not_negative("workload.lengths", prompt_tokens=self.prompt_tokens)
+        require_at_most("workload.lengths", MAX_TOKENS, prompt_tokens=self.prompt_tokens)
         if not (math.isfinite(self.mean_output_tokens) and self.mean_output_tokens >= 1):
             raise ScenarioError(
                 "[workload.lengths] mean_output_tokens: must be finite and >= 1, "
@@ -89,6 +99,13 @@ class ParetoLengths:
             minimum_output_tokens=self.minimum_output_tokens,
             cap_tokens=self.cap_tokens,
         )
+        require_at_most(
+            "workload.lengths",
+            MAX_TOKENS,
+            prompt_tokens=self.prompt_tokens,
+            minimum_output_tokens=self.minimum_output_tokens,
+            cap_tokens=self.cap_tokens,
+        )
         require_positive("workload.lengths", tail_index=self.tail_index)
         if self.cap_tokens < self.minimum_output_tokens:
             raise ScenarioError(
@@ -108,7 +125,7 @@ class TraceArrivals:
     rate_scale: float = 1.0
 
     def __post_init__(self) -> None:
-        require_positive("workload.arrivals", rate_scale=self.rate_scale)
+        require_rates("workload.arrivals", rate_scale=self.rate_scale)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -119,7 +136,7 @@ class PoissonArrivals:
     rate_per_s: float
 
     def __post_init__(self) -> None:
-        require_positive("workload.arrivals", rate_per_s=self.rate_per_s)
+        require_rates("workload.arrivals", rate_per_s=self.rate_per_s)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -131,7 +148,8 @@ class GammaArrivals:
     cv: float
 
     def __post_init__(self) -> None:
-        require_positive("workload.arrivals", rate_per_s=self.rate_per_s, cv=self.cv)
+        require_rates("workload.arrivals", rate_per_s=self.rate_per_s)
+        require_positive("workload.arrivals", cv=self.cv)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -145,9 +163,9 @@ class OnOffArrivals:
     mean_off_s: float
 
     def __post_init__(self) -> None:
+        require_rates("workload.arrivals", on_rate_per_s=self.on_rate_per_s)
         require_positive(
             "workload.arrivals",
-            on_rate_per_s=self.on_rate_per_s,
             mean_on_s=self.mean_on_s,
             mean_off_s=self.mean_off_s,
         )
@@ -162,7 +180,7 @@ class SessionArrivals:
     sessions_per_s: float
 
     def __post_init__(self) -> None:
-        require_positive("workload.arrivals", sessions_per_s=self.sessions_per_s)
+        require_rates("workload.arrivals", sessions_per_s=self.sessions_per_s)
 
 
 ArrivalSettings = TraceArrivals | PoissonArrivals | GammaArrivals | OnOffArrivals | SessionArrivals

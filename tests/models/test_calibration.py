@@ -1,6 +1,7 @@
 """Calibrations: fits against numpy's least squares, strict files, readable errors."""
 
 import json
+import os
 from pathlib import Path
 from typing import Any
 
@@ -148,7 +149,6 @@ def test_a_saved_calibration_reads_back_equal(tmp_path: Path) -> None:
     assert found.fits["ffn"].warning is not None
     path = tmp_path / "lab.json"
     save_calibration(found, path)
-    save_calibration(found, path)
     assert load_calibration(path) == found
     assert sorted(p.name for p in tmp_path.iterdir()) == ["lab.json", "m.csv"]
 
@@ -160,6 +160,25 @@ def test_a_calibration_that_cannot_be_written_leaves_nothing(tmp_path: Path) -> 
         with pytest.raises(CalibrationError, match=target.name):
             save_calibration(found, target)
     assert [p.name for p in tmp_path.rglob("*")] == ["taken"]
+
+
+def test_a_saved_calibration_never_replaces_a_file(tmp_path: Path) -> None:
+    source = write(tmp_path / "m.csv", straight_rows())
+    before = source.read_bytes()
+    found = fit_attention_ffn(source)
+    with pytest.raises(CalibrationError, match=r"m\.csv: exists already; choose another name"):
+        save_calibration(found, source)
+    assert source.read_bytes() == before
+    assert list(tmp_path.iterdir()) == [source]
+
+
+def test_a_place_that_cannot_be_written_is_one_message(tmp_path: Path) -> None:
+    (tmp_path / "file").write_text("x")
+    found = load_calibration(NAMED[0])
+    for target in (tmp_path / "file" / "c.json", tmp_path / ("x" * 300)):
+        with pytest.raises(CalibrationError, match=r"Not a directory|File name too long"):
+            save_calibration(found, target)
+    assert [p.name for p in tmp_path.iterdir()] == ["file"]
 
 
 HEADER = "stage,tokens,batch,s"
@@ -319,3 +338,48 @@ def test_an_unknown_name_lists_the_known_ones(tmp_path: Path) -> None:
     (tmp_path / "binary.json").write_bytes(b"\xff\xfe\x00")
     with pytest.raises(CalibrationError, match="not a text file"):
         load_calibration(tmp_path / "binary.json")
+
+
+def test_nesting_beyond_any_calibration_is_one_message(tmp_path: Path) -> None:
+    path = tmp_path / "deep.json"
+    path.write_text(100_000 * "[")
+    with pytest.raises(CalibrationError, match=r"deep\.json: lists or objects are nested too deep"):
+        load_calibration(path)
+
+
+def test_coefficients_beyond_any_device_are_refused(tmp_path: Path) -> None:
+    path = tmp_path / "c.json"
+    save_calibration(load_calibration(NAMED[0]), path)
+    content = json.loads(path.read_text())
+    content["coefficients"]["alpha_ffn"] = 1e300
+    path.write_text(json.dumps(content))
+    with pytest.raises(CalibrationError, match=r"c\.json: alpha_ffn must be 0 or within"):
+        load_calibration(path)
+
+
+@pytest.mark.timeout(20)
+def test_pipes_are_refused_instead_of_waited_for(tmp_path: Path) -> None:
+    os.mkfifo(tmp_path / "pipe")
+    for read in (load_calibration, fit_attention_ffn):
+        with pytest.raises(CalibrationError, match="pipe: is not a regular file"):
+            read(tmp_path / "pipe")
+
+
+@pytest.mark.parametrize(
+    ("row", "rule"),
+    [
+        ("attention,1e308,,5", "tokens must be <= 1e.12, found '1e308'"),
+        ("attention,10,,1e308", "us must be within"),
+        ("ffn,,10,1e-300", "us must be within"),
+    ],
+)
+def test_implausible_measurements_are_refused_by_line(tmp_path: Path, row: str, rule: str) -> None:
+    path = write(tmp_path / "m.csv", [*straight_rows(), row])
+    with pytest.raises(CalibrationError, match=rf"m\.csv:38: {rule}"):
+        fit_attention_ffn(path)
+
+
+def test_loads_too_uneven_for_a_bend_still_give_a_line() -> None:
+    load = np.array([1.0, 1.0 + 1e-7, 1e12, 1e12])
+    fit = fit_stage(load, np.array([1.0, 2.0, 3.0, 9.0]), "tokens")
+    assert fit.warning is not None

@@ -1,5 +1,6 @@
 """Scenario files: what is accepted, and the message for everything that is not."""
 
+import os
 import tomllib
 
 import pytest
@@ -11,6 +12,7 @@ from models.scenario_file import (
     load_scenario,
     parse_scenario,
     scenario_toml,
+    with_absolute_files,
 )
 from models.strict_tables import ScenarioError
 
@@ -52,8 +54,13 @@ tpot_s = 0.1
 [run]
 mode = "open_loop"
 seed = 7
-simulate_r = [1, 2]
 """
+
+OPEN = (
+    "run.mode=open_loop",
+    "workload.arrivals.kind=poisson",
+    "workload.arrivals.rate_per_s=3",
+)
 
 BAD = [
     # (settings, the part of the message that names the place, the part that names the rule)
@@ -69,7 +76,8 @@ BAD = [
     (["run.replications=1"], "[run] replications", "at least 2"),
     (["run.num_cycles=3"], "[run] num_cycles", ">= 20"),
     (["run.num_cycles='many'"], "[run] num_cycles", "an integer or 'auto'"),
-    (["run.num_cycles=2000000000"], "[run] num_cycles", "<= 1,000,000,000"),
+    (["run.num_cycles=1000000000"], "[run] num_cycles", "<= 10,000,000 with 4 replications"),
+    (["run.num_cycles=20000001", "run.replications=2"], "[run] num_cycles", "<= 20,000,000"),
     (["run.simulate_r=[]"], "[run] simulate_r", "empty"),
     (["run.simulate_r=[0]"], "[run] simulate_r", ">= 1"),
     (["run.simulate_r=[1,'two']"], "[run] simulate_r", "a list of integers"),
@@ -111,6 +119,27 @@ BAD = [
     (["routing.attention_worker=best"], "[routing] attention_worker", "'least_token_load'"),
     (["faults.kind=slow"], "[faults]", "a list of tables"),
     (["run=4"], "--set run=4", "table.key=value"),
+    (["run.seed=" + 5000 * "["], "--set run.seed=[[[", "recursion"),
+    (["run.seed=" + 30 * "[" + 30 * "]"], "--set run.seed=[[[", "nested deeper than 20"),
+    (["run." + 5000 * "a." + "b=1"], "--set run.a.a", "nested deeper than 20"),
+    (["run.seed=" + 5000 * "9"], "--set run.seed=999", "4300 digits"),
+    (["run.seed=" + 400 * "9"], "--set run.seed=999", "64 bits"),
+    (["attention_ffn.max_tpot_s=" + 400 * "9"], "max_tpot_s", "64 bits"),
+    (["attention_ffn.r=3\nrun.seed=4"], "--set attention_ffn.r=3 run.seed=4", "one setting"),
+    (["attention_ffn.r=3\n[x"], "--set attention_ffn.r=3 [x", "several lines"),
+    (["attention_ffn.kv_safety_z=2"], "[attention_ffn] kv_safety_z", "kv_capacity_tokens"),
+    (
+        ["workload.lengths={kind='fixed',prompt_tokens=3000000000,output_tokens=1}"],
+        "prompt_tokens",
+        "<= 2,147,483,647",
+    ),
+    ([*OPEN, "workload.arrivals.rate_per_s=1e-12"], "rate_per_s", "1e-6..1e12"),
+    ([*OPEN, "run.start=cold"], "[run] start", "'saturated'"),
+    ([*OPEN, "run.num_cycles=60"], "[run] num_cycles", "'saturated'"),
+    ([*OPEN, "run.engine=compiled"], "[run] engine", "'saturated'"),
+    ([*OPEN, "run.simulate_r=[2]"], "[run] simulate_r", "'saturated'"),
+    ([*OPEN, "run.compare_routing=false"], "[run] compare_routing", "'saturated'"),
+    ([*OPEN, "run.target_relative_error=0.1"], "[run] target_relative_error", "'saturated'"),
     (["run.seed"], "--set run.seed", "table.key=value"),
     (["run.seed.x=1", "run.seed=1", "run.seed.y=2"], "--set run.seed.y=2", "not a table"),
 ]
@@ -133,7 +162,7 @@ def base() -> dict:
     return {"workload": {"trace": "azure-2023-conversation"}}
 
 
-@pytest.mark.parametrize(("settings", "place", "rule"), BAD, ids=[" ".join(b[0]) for b in BAD])
+@pytest.mark.parametrize(("settings", "place", "rule"), BAD, ids=[" ".join(b[0])[:60] for b in BAD])
 def test_a_bad_setting_is_one_line_that_names_place_and_rule(settings, place, rule):
     with pytest.raises(ScenarioError) as caught:
         parse_scenario(apply_overrides(base(), settings))
@@ -187,7 +216,8 @@ def test_overrides_leave_the_tables_they_came_from_alone():
     [
         (b"[run\nseed=1", "not valid TOML"),
         (b"\xff\xfe\x00", "not UTF-8"),
-        (b"", "[workload]: missing"),
+        (b"x = " + 5000 * b"[", "not valid TOML"),
+        (b"[run" + 5000 * b".a" + b"]", "nested deeper than 20"),
         (b"workload = 3", "must be a table"),
         (b"[workload]\ntrace = ''\n[workload]\n", "not valid TOML"),
     ],
@@ -206,6 +236,72 @@ def test_a_missing_file_and_a_directory_are_told_apart(tmp_path):
         load_scenario(tmp_path / "none.toml")
     with pytest.raises(ScenarioError, match="is a directory"):
         load_scenario(tmp_path)
+
+
+@pytest.mark.timeout(20)
+def test_a_pipe_is_refused_instead_of_waited_for(tmp_path):
+    os.mkfifo(tmp_path / "pipe.toml")
+    with pytest.raises(ScenarioError, match="not a regular file"):
+        load_scenario(tmp_path / "pipe.toml")
+
+
+def test_without_a_workload_the_bundled_one_is_meant(tmp_path):
+    path = tmp_path / "short.toml"
+    path.write_text("[run]\nseed = 3\n")
+    assert load_scenario(path).workload == default_scenario().workload
+    path.write_text("")
+    assert load_scenario(path) == default_scenario()
+    lengths = {"kind": "fixed", "prompt_tokens": 1, "output_tokens": 1}
+    assert parse_scenario({"workload": {"lengths": lengths}}).workload.trace is None
+
+
+def test_faults_can_be_given_as_an_override():
+    tables = apply_overrides({}, ['faults=[{kind="slow",worker=1,factor=2}]'])
+    (fault,) = parse_scenario(tables).faults
+    assert (fault.kind, fault.worker, fault.factor) == ("slow", 1, 2.0)
+
+
+def test_files_beside_the_scenario_come_before_those_of_the_current_directory(
+    tmp_path, monkeypatch
+):
+    (tmp_path / "there").mkdir()
+    (tmp_path / "here").mkdir()
+    for name in ("there/both.csv", "here/both.csv", "here/only_here.csv", "there/c.json"):
+        (tmp_path / name).write_text("")
+    monkeypatch.chdir(tmp_path / "here")
+    path = tmp_path / "there" / "scenario.toml"
+    for trace, found in (
+        ("both.csv", str(tmp_path / "there" / "both.csv")),
+        ("only_here.csv", "only_here.csv"),
+        ("nowhere.csv", "nowhere.csv"),
+        ("azure-2023-conversation", "azure-2023-conversation"),
+    ):
+        path.write_text(f"workload.trace = '{trace}'\nattention_ffn.calibration = 'c.json'\n")
+        scenario = load_scenario(path)
+        assert scenario.workload.trace == found
+        assert scenario.attention_ffn.calibration == str(tmp_path / "there" / "c.json")
+        (tmp_path / "there" / "azure-2023-conversation").mkdir(exist_ok=True)
+
+
+def test_absolute_names_are_for_files_that_exist(tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    (tmp_path / "t.csv").write_text("")
+    tables = {"workload": {"trace": "t.csv"}, "attention_ffn": {"calibration": "none.json"}}
+    assert with_absolute_files(tables) == {
+        "workload": {"trace": str(tmp_path / "t.csv")},
+        "attention_ffn": {"calibration": "none.json"},
+    }
+    assert with_absolute_files(base()) == base()
+
+
+@pytest.mark.parametrize("value", [1e300, 1e13, 1e-300])
+def test_coefficients_without_meaning_are_refused(value):
+    coefficients = dict.fromkeys(
+        ("alpha_attention", "beta_attention", "alpha_ffn", "beta_ffn"), 1.0
+    )
+    tables = {**base(), "attention_ffn": {"coefficients": {**coefficients, "alpha_ffn": value}}}
+    with pytest.raises(ScenarioError, match=r"alpha_ffn must be 0 or within 1e-20\.\.1e\+06 sec"):
+        parse_scenario(tables)
 
 
 def test_a_byte_order_mark_is_accepted(tmp_path):
