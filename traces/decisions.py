@@ -10,6 +10,7 @@ import gzip
 import io
 import json
 import math
+import zlib
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -20,7 +21,9 @@ import numpy as np
 from traces.errors import TraceError
 
 FORMAT = "serving-twin-decisions"
-VERSION = 1
+VERSION = 2
+
+_KINDS = {"n": int, "now": int | float, "policy": str, "call": str, "args": dict, "orders": object}
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -89,6 +92,7 @@ class DecisionLog:
                 "format": FORMAT,
                 "version": VERSION,
                 "policies": self.policies,
+                "calls": len(self.decisions),
                 "calls_left_out": self.calls_left_out,
             }
             stream.write(_line(header))
@@ -134,14 +138,16 @@ def read_decisions(path: str | Path) -> tuple[dict[str, Any], Iterator[Decision]
     """Header and calls of a log.
 
     Raises:
-        TraceError: Naming file and line when the log is not one, is of another version, or ends
-            in the middle of a line.
+        TraceError: Naming file and line when the log is not one, is of another version, ends in
+            the middle of a line, or lacks, repeats or swaps calls.
     """
     file = Path(path)
     try:
+        if file.exists() and not file.is_file():
+            raise TraceError(f"{path}: is not a regular file")
         raw = file.read_bytes()
         text = gzip.decompress(raw) if raw[:2] == b"\x1f\x8b" else raw
-    except (OSError, EOFError) as error:
+    except (OSError, EOFError, zlib.error) as error:
         raise TraceError(f"{path}: decision log cannot be read: {error}") from error
     lines = text.splitlines()
     header = _parse(path, 1, lines[0] if lines else b"")
@@ -149,24 +155,45 @@ def read_decisions(path: str | Path) -> tuple[dict[str, Any], Iterator[Decision]
         raise TraceError(f"{path}:1: not a decision log (no format {FORMAT!r} in its first line)")
     if header.get("version") != VERSION:
         raise TraceError(f"{path}:1: version: must be {VERSION}, found {header.get('version')!r}")
+    for name, kind in (("policies", dict), ("calls", int), ("calls_left_out", int)):
+        if not _is(header.get(name), kind):
+            raise TraceError(f"{path}:1: {name}: missing or damaged, found {header.get(name)!r}")
+    if len(lines) - 1 != header["calls"]:
+        raise TraceError(
+            f"{path}: holds {len(lines) - 1:,} calls, but its first line says {header['calls']:,}"
+        )
+    return header, _decisions(path, lines)
 
-    def decisions() -> Iterator[Decision]:
-        for number, line in enumerate(lines[1:], start=2):
-            entry = _parse(path, number, line)
-            missing = [
-                k for k in ("n", "now", "policy", "call", "args", "orders") if k not in entry
-            ]
-            if missing:
-                raise TraceError(f"{path}:{number}: {', '.join(missing)}: missing")
-            yield Decision(**entry)
 
-    return header, decisions()
+def _decisions(path: str | Path, lines: list[bytes]) -> Iterator[Decision]:
+    now = 0.0
+    for number, line in enumerate(lines[1:], start=2):
+        entry = _parse(path, number, line)
+        if set(entry) != set(_KINDS):
+            odd = sorted(set(entry) ^ set(_KINDS))
+            raise TraceError(f"{path}:{number}: {', '.join(odd)}: missing or unknown")
+        for name, kind in _KINDS.items():
+            if not _is(entry[name], kind):
+                raise TraceError(f"{path}:{number}: {name}: damaged, found {entry[name]!r:.60}")
+        if entry["n"] != number - 2:
+            raise TraceError(f"{path}:{number}: n: must be {number - 2}, found {entry['n']}")
+        if not now <= entry["now"] < math.inf:
+            raise TraceError(
+                f"{path}:{number}: now: must be >= {now:g}, the time of the call before, "
+                f"found {entry['now']!r}"
+            )
+        now = entry["now"]
+        yield Decision(**entry)
+
+
+def _is(value: Any, kind: Any) -> bool:
+    return isinstance(value, kind) and not isinstance(value, bool)
 
 
 def _parse(path: str | Path, number: int, line: bytes) -> dict[str, Any]:
     try:
         value = json.loads(line)
-    except ValueError:
+    except (ValueError, RecursionError):
         raise TraceError(
             f"{path}:{number}: not a JSON line (the log seems cut): {line[:60]!r}"
         ) from None

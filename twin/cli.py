@@ -5,6 +5,8 @@ Every command imports what it needs when it runs, so that the closed forms answe
 
 from __future__ import annotations
 
+import contextlib
+import io
 import json
 import os
 import sys
@@ -59,7 +61,9 @@ ScenarioArgument = Annotated[
 ]
 TraceOption = Annotated[
     str | None,
-    typer.Option("--trace", help="Trace file, or a bundled workload's name; replaces [workload]."),
+    typer.Option(
+        "--trace", help="Trace file, or a bundled workload's name; replaces \\[workload]."
+    ),
 ]
 SetOption = Annotated[
     list[str] | None,
@@ -76,17 +80,47 @@ JsonOption = Annotated[bool, typer.Option("--json", help="Print JSON instead of 
 
 def main() -> None:
     """Run the command line; bad input ends with exit code 2 and one message."""
+    _make_output_robust()
     try:
-        app()
+        try:
+            app()
+        finally:
+            sys.stdout.flush()
+    except SystemExit as stop:
+        if isinstance(getattr(stop.__context__, "__cause__", None), KeyboardInterrupt):
+            _complain("interrupted")  # typer has made an exit code of it, without a word
+        raise
     except KeyboardInterrupt:
         _complain("interrupted")
         sys.exit(130)
     except BrokenPipeError:
-        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
+        _drop_output()
         sys.exit(141)
+    except OSError as error:
+        _drop_output()
+        place = "standard output" if error.filename is None else error.filename
+        _complain(f"error: {place}: {error.strerror or error}")
+        sys.exit(1)
+    except MemoryError:
+        _complain("error: not enough memory for a question of this size")
+        sys.exit(2)
     except _input_errors() as error:
         _complain(f"error: {error}")
         sys.exit(2)
+
+
+def _make_output_robust() -> None:
+    """Signs that the terminal's encoding lacks become ``?``; a closed output swallows all."""
+    if sys.stdout is None:
+        sys.stdout = open(os.devnull, "w")  # noqa: SIM115, PTH123 - for the whole process
+    if isinstance(sys.stdout, io.TextIOWrapper):
+        sys.stdout.reconfigure(errors="replace")
+
+
+def _drop_output() -> None:
+    """What is still buffered goes nowhere, so that the exit does not fail on it again."""
+    with contextlib.suppress(OSError, ValueError):
+        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
 
 
 def _input_errors() -> tuple[type[Exception], ...]:
@@ -107,7 +141,7 @@ def _input_errors() -> tuple[type[Exception], ...]:
 
 
 def _complain(message: str) -> None:
-    sys.stderr.write(message + "\n")
+    sys.stderr.write(message.replace("\n", "\\n").replace("\r", "\\r") + "\n")
 
 
 def _scenario(
@@ -119,9 +153,9 @@ def _scenario(
     skip_bad_rows: bool = False,
 ) -> Scenario:
     """The scenario of the command line: file, then --trace, then --set, then the other flags."""
-    from models.scenario_file import DEFAULT_TRACE, apply_overrides, parse_scenario, read_toml
+    from models.scenario_file import apply_overrides, beside, parse_scenario, read_toml
 
-    tables: dict[str, Any] = {} if path is None else read_toml(path)
+    tables: dict[str, Any] = {} if path is None else beside(read_toml(path), path.parent)
     if trace is not None:
         workload = tables.get("workload", {})
         kept = (
@@ -137,9 +171,6 @@ def _scenario(
             workload = {key: value for key, value in workload.items() if key in kept}
         tables["workload"] = {**workload, "trace": trace}
     tables = apply_overrides(tables, overrides or [])
-    workload = tables.setdefault("workload", {})
-    if path is None and isinstance(workload, dict) and "lengths" not in workload:
-        workload.setdefault("trace", DEFAULT_TRACE)
     if seed is not None:
         tables = apply_overrides(tables, [f"run.seed={seed}"])
     if skip_bad_rows:
@@ -149,6 +180,26 @@ def _scenario(
 
 def _print_json(value: Any) -> None:
     sys.stdout.write(json.dumps(value, indent=2, allow_nan=False) + "\n")
+
+
+def _print_version(is_wanted: bool) -> None:
+    if is_wanted:
+        from twin.environment import versions
+
+        sys.stdout.write(f"serving-twin {versions().get('serving-twin', '(not installed)')}\n")
+        raise typer.Exit
+
+
+@app.callback()
+def _whole_command(
+    version: Annotated[
+        bool,
+        typer.Option(
+            "--version", callback=_print_version, is_eager=True, help="Print the version and exit."
+        ),
+    ] = False,
+) -> None:
+    """A digital twin of LLM serving: how many attention workers per FFN server, and why."""
 
 
 @app.command()
@@ -166,25 +217,36 @@ def run(
     as_json: JsonOption = False,
 ) -> None:
     """Theory at four levels, the simulated twin beside it, and what stragglers cost."""
-    from traces.record import check_writable, next_run_path, write_run
+    from traces.record import check_writable, next_run_path, write_numbered_run, write_run
     from twin.experiment import run_experiment
     from twin.progress import progress_bar
     from twin.report import make_console, print_report
     from twin.run_files import run_record
 
     question = _scenario(scenario, trace, settings, seed=seed, skip_bad_rows=skip_bad_rows)
-    if out is not None:
-        check_writable(out)
-    with progress_bar() as on_progress:
-        result = run_experiment(question, on_progress=on_progress)
-    target = out or next_run_path("results", result.name)
-    write_run(target, run_record(result, plots=plots))
+    check_writable(out or next_run_path("results", "run"))
+    try:
+        with progress_bar() as on_progress:
+            result = run_experiment(question, on_progress=on_progress)
+        record = run_record(result, plots=plots)
+        if out is None:
+            target = write_numbered_run("results", result.name, record)
+        else:
+            target = out
+            write_run(target, record)
+    except KeyboardInterrupt:
+        _complain("interrupted: nothing was written")
+        sys.exit(130)
     if as_json:
         _print_json({**result.summary, "run_directory": str(target)})
         return
     console = make_console()
     print_report(result.summary, console)
-    console.print(f"\nwritten: {target}/ (run.json, tables, timeline{', plots' if plots else ''})")
+    console.print(
+        f"\nwritten: {target}/ (run.json, tables, timeline{', plots' if plots else ''})",
+        markup=False,
+        soft_wrap=True,
+    )
 
 
 @app.command()
@@ -293,7 +355,8 @@ def replay(
     found = replay_log(log)
     left_out = f" ({found.num_left_out:,} later calls are not in it)" if found.num_left_out else ""
     if found.difference is None:
-        sys.stdout.write(f"{found.num_calls:,} calls, no difference{left_out}\n")
+        calls = "1 call" if found.num_calls == 1 else f"{found.num_calls:,} calls"
+        sys.stdout.write(f"{calls}, no difference{left_out}\n")
         return
     call = found.difference
     sys.stdout.write(

@@ -8,6 +8,7 @@ from pathlib import Path
 from typing import Any
 
 import numpy as np
+from numpy.typing import NDArray
 
 from models.bundle import Bundle, LatencyCoefficients
 from models.streams import stream
@@ -54,16 +55,17 @@ def replay_log(path: str | Path) -> Replay:
         count += 1
         try:
             orders = _repeat(policies[decision.policy], decision)
-        except (KeyError, TypeError) as error:
+        except (LookupError, TypeError, ValueError, ArithmeticError, AttributeError) as error:
             raise TraceError(
-                f"{file}: call {decision.n}: arguments of {decision.call} are damaged: {error}"
+                f"{file}: call {decision.n}: arguments of {decision.call} are damaged: "
+                f"{' '.join(str(error).split()) or type(error).__name__}"
             ) from error
-        if plain(orders) != decision.orders:
+        if _comparable(orders, decision) != decision.orders:
             return Replay(
                 num_calls=count,
                 num_left_out=header["calls_left_out"],
                 difference=decision,
-                orders=plain(orders),
+                orders=_comparable(orders, decision),
             )
     return Replay(num_calls=count, num_left_out=header["calls_left_out"])
 
@@ -73,25 +75,36 @@ def _fresh(file: Path, recipes: Mapping[str, Any], name: str) -> Any:
     if not isinstance(recipe, Mapping):
         raise TraceError(f"{file}:1: policies: no recipe for {name!r}")
     kind = recipe.get("kind")
-    if kind == "provisioning" and recipe.get("name") in PROVISIONING:
+    if kind == "provisioning" and recipe.get("name") in tuple(PROVISIONING):
         return PROVISIONING[recipe["name"]]()
     if kind == "routing":
         try:
             rng = stream(recipe["seed"], recipe["stream"], recipe["replication"])
             return routing_policy(recipe["name"], rng)
-        except (KeyError, ValueError) as error:
+        except (LookupError, TypeError, ValueError, AttributeError) as error:
             raise TraceError(f"{file}:1: policies: recipe of {name!r}: {error}") from error
     raise TraceError(f"{file}:1: policies: unknown recipe {dict(recipe)!r}")
 
 
 def _repeat(policy: Any, decision: Decision) -> Any:
-    if isinstance(policy, Provisioning):
-        return _provision(policy, decision)
-    return _assign(policy, decision)
+    is_provisioning = isinstance(policy, Provisioning)
+    call = "decide" if is_provisioning else "assign"
+    if decision.call != call:
+        raise ValueError(f"{decision.policy} has no call {decision.call!r}, only {call!r}")
+    return _provision(policy, decision) if is_provisioning else _assign(policy, decision)
+
+
+def _comparable(orders: Any, decision: Decision) -> Any:
+    """The orders as the log would hold them; older logs know no ``given_r`` and its answer."""
+    found = plain(orders)
+    if decision.call == "decide" and "given_r" not in decision.args:
+        found.pop("misses_limit_high", None)
+    return found
 
 
 def _provision(policy: Provisioning, decision: Decision) -> Any:
     args = decision.args
+    given = {"given_r": args["given_r"]} if "given_r" in args else {}
     lengths, bundle = dict(args["lengths"]), dict(args["bundle"])
     coefficients = LatencyCoefficients(**bundle.pop("coefficients"))
     return policy.decide(
@@ -105,15 +118,25 @@ def _provision(policy: Provisioning, decision: Decision) -> Any:
         Bundle(coefficients=coefficients, **bundle),
         ProvisioningLimits(**args["limits"]),
         choose_batch=args["choose_batch"],
+        **given,
         now=decision.now,
     )
 
 
 def _assign(policy: RoutingPolicy, decision: Decision) -> Any:
-    args = {name: np.asarray(value, dtype=np.int64) for name, value in decision.args.items()}
+    args = {name: _whole_numbers(name, value) for name, value in decision.args.items()}
+    prompts, free, loads = (args[n] for n in ("prompt_tokens", "free_slots", "token_loads"))
+    if len(free) == 0 or len(free) != len(loads):
+        raise ValueError(f"free_slots and token_loads name {len(free)} and {len(loads)} workers")
     return policy.assign(
-        args["prompt_tokens"],
-        free_slots=args["free_slots"],
-        token_loads=args["token_loads"],
+        prompts,
+        free_slots=free,
+        token_loads=loads,
         now=decision.now,
     )
+
+
+def _whole_numbers(name: str, value: Any) -> NDArray[np.int64]:
+    if not isinstance(value, list) or not all(type(entry) is int and entry >= 0 for entry in value):
+        raise ValueError(f"{name} must be a list of whole numbers >= 0")
+    return np.asarray(value, dtype=np.int64)

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import io
 
-from models.scenario_file import scenario_toml
+from models.scenario_file import scenario_tables, with_absolute_files
 from traces.record import RunRecord
 from twin.experiment import ExperimentResult
 from twin.timeline import timeline_json
@@ -14,7 +14,7 @@ def run_record(result: ExperimentResult, *, plots: bool) -> RunRecord:
     """The record of a result: summary, tables, decision log, timeline, report, pictures."""
     files = {
         "decisions.jsonl.gz": result.decisions.to_bytes(),
-        "scenario.toml": scenario_toml(result.theory.scenario).encode(),
+        "scenario.toml": _scenario_text(result),
         "report.txt": _report_text(result),
     }
     if result.timeline:
@@ -29,6 +29,12 @@ def run_record(result: ExperimentResult, *, plots: bool) -> RunRecord:
         timeseries=result.timeseries,
         files=files,
     )
+
+
+def _scenario_text(result: ExperimentResult) -> bytes:
+    import tomli_w
+
+    return tomli_w.dumps(with_absolute_files(scenario_tables(result.theory.scenario))).encode()
 
 
 def _report_text(result: ExperimentResult) -> bytes:

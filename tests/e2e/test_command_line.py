@@ -4,11 +4,15 @@ import gzip
 import json
 import subprocess
 import sys
+import tomllib
+from importlib import metadata
 from pathlib import Path
+from typing import Any
 
 import pytest
 
 from traces.record import read_run
+from twin import __main__ as entry
 from twin import cli
 from twin.replay import replay_log
 
@@ -90,6 +94,8 @@ BAD_COMMANDS = [
     (["run", "--set", "workload.trace=''"], "[workload] trace"),
     (["run", "--set", "workload.format=excel"], "workload"),
     (["run", "--set", "run.simulate_r=[500]"], "r_max"),
+    (["run", "--set", "attention_ffn.r=3\nrun.seed=4"], "one setting at a time"),
+    (["run", "--set", "run.num_cycles=1000000000"], "[run] num_cycles: must be <= 10,000,000"),
     (["run", "--out", "taken"], "exists already"),
     (["run", "--set", "faults=[{kind='slow',worker=99,factor=2}]"], "worker"),
     (["run", "--set", "workload.lengths.kind=pareto"], "[workload"),
@@ -276,12 +282,112 @@ LEGAL_EXTREMES = {
 
 @pytest.mark.parametrize("name", LEGAL_EXTREMES)
 def test_legal_extremes_are_answered(twin, tmp_path, name):
-    fast = [*FAST, "--set", "run.simulate_r=chosen", "--set", "attention_ffn.batch_per_worker=16"]
+    fast = ["--set", "attention_ffn.batch_per_worker=16"]
+    if "run.mode=open_loop" not in LEGAL_EXTREMES[name]:
+        fast += [*FAST, "--set", "run.simulate_r=chosen"]
     code, out, err = twin("run", "--out", "here", "--json", *fast, *LEGAL_EXTREMES[name])
     assert (code, err) == (0, "")
     answer = json.loads(out)
     assert answer["recommendation"]["r"] >= 1
     assert (tmp_path / "here" / "run.json").exists()
+
+
+def test_brackets_in_names_are_printed_as_they_are(twin, tmp_path):
+    folder = tmp_path / "q["
+    folder.mkdir()
+    trace = folder / "x[red]y[b]z.csv"
+    trace.write_text(TRACE_HEAD + GOOD_ROW * 40)
+    out_name = "vv[b]6"
+    code, out, err = twin("run", "--trace", str(trace), "--out", out_name, "--no-plots", *FAST)
+    assert (code, err) == (0, "")
+    assert f"written: {out_name}/ (run.json" in out
+    assert "x[red]y[b]z" in out
+    assert (tmp_path / out_name / "run.json").exists()
+    (tmp_path / "calibration[b].json").write_text(
+        (ROOT / "models" / "calibrations" / "deepseek-v3-ascend-910c.json")
+        .read_text()
+        .replace('"name": "', '"name": "[/red]')
+    )
+    code, out, err = twin("theory", "--set", "attention_ffn.calibration=calibration[b].json")
+    assert (code, err) == (0, "")
+    assert "[/red]deepseek" in out
+
+
+def test_help_shows_the_brackets_of_a_table(twin):
+    code, out, _ = twin("theory", "--help")
+    assert code == 0
+    assert "replaces [workload]" in " ".join(out.replace("│", " ").split())
+
+
+def test_the_version_is_printed(twin):
+    code, out, _ = twin("--version")
+    assert (code, out) == (0, f"serving-twin {metadata.version('serving-twin')}\n")
+
+
+def test_one_replayed_call_is_not_plural(twin):
+    assert twin("run", SMALL, "--out", "here", "--no-plots", *FAST)[0] == 0
+    assert twin("replay", "here")[:2] == (0, "1 call, no difference\n")
+
+
+def test_a_scenario_file_names_its_trace_relative_to_itself(twin, tmp_path):
+    (tmp_path / "there").mkdir()
+    (tmp_path / "there" / "t.csv").write_text(TRACE_HEAD + GOOD_ROW * 40)
+    scenario = tmp_path / "there" / "s.toml"
+    scenario.write_text("workload.trace = 't.csv'\n")
+    code, out, _ = twin("theory", "there/s.toml", "--json")
+    assert (code, json.loads(out)["workload"]["num_requests"]) == (0, 40)
+    assert twin("run", "there/s.toml", "--out", "here", "--no-plots", *FAST)[0] == 0
+    kept = tomllib.loads((tmp_path / "here" / "scenario.toml").read_text())
+    assert kept["workload"]["trace"] == str(tmp_path / "there" / "t.csv")
+    assert twin("theory", "--trace", "t.csv")[0] == 2
+
+
+def test_an_interrupted_run_says_that_nothing_was_written(twin, tmp_path, monkeypatch):
+    def interrupt(*_: object, **__: object) -> None:
+        raise KeyboardInterrupt
+
+    monkeypatch.setattr("twin.experiment.run_experiment", interrupt)
+    assert twin("run", SMALL, "--out", "here") == (130, "", "interrupted: nothing was written\n")
+    monkeypatch.setattr("twin.theory.solve_theory", interrupt)
+    assert twin("theory", SMALL) == (130, "", "interrupted\n")
+    assert list(tmp_path.iterdir()) == []
+
+
+def test_an_interrupt_while_loading_is_one_line(monkeypatch, capsys):
+    class Interrupted:
+        def find_spec(self, name: str, *_: object) -> None:
+            if name == "twin.cli":
+                raise KeyboardInterrupt
+
+    monkeypatch.delitem(sys.modules, "twin.cli")
+    monkeypatch.setattr(sys, "meta_path", [Interrupted(), *sys.meta_path])
+    with pytest.raises(SystemExit) as stop:
+        entry.main()
+    assert stop.value.code == 130
+    assert capsys.readouterr().err == "interrupted\n"
+
+
+def in_a_process(*arguments: str, **options: Any) -> subprocess.CompletedProcess[bytes]:
+    environment = {"PYTHONPATH": str(ROOT), "PATH": "/usr/bin:/bin", **options.pop("env", {})}
+    return subprocess.run(
+        [sys.executable, "-m", "twin", *arguments], env=environment, check=False, **options
+    )
+
+
+@pytest.mark.skipif(not Path("/dev/full").exists(), reason="needs /dev/full")
+def test_a_full_disk_behind_the_output_is_one_line(tmp_path):
+    with Path("/dev/full").open("wb") as full:
+        done = in_a_process("theory", "--json", cwd=tmp_path, stdout=full, stderr=subprocess.PIPE)
+    assert done.returncode == 1
+    assert done.stderr == b"error: standard output: No space left on device\n"
+
+
+def test_signs_that_the_encoding_lacks_do_not_stop_the_report(tmp_path):
+    done = in_a_process(
+        "theory", cwd=tmp_path, capture_output=True, env={"PYTHONIOENCODING": "ascii"}
+    )
+    assert (done.returncode, done.stderr) == (0, b"")
+    assert b"Attention workers per FFN server" in done.stdout
 
 
 def test_output_in_a_pipe_is_plain_text(tmp_path):
