@@ -28,6 +28,7 @@ class Totals:
     Attributes:
         steps: Steps of microbatches that ended.
         tokens: Tokens made.
+        slot_s: Seconds that slots were filled, of all slots together.
         completed: Requests that got their last token.
         attention_s: Seconds of attention, of all workers together.
         ffn_s: Seconds the FFN server worked.
@@ -41,6 +42,7 @@ class Totals:
 
     steps: int = 0
     tokens: int = 0
+    slot_s: float = 0.0
     completed: int = 0
     attention_s: float = 0.0
     ffn_s: float = 0.0
@@ -131,6 +133,7 @@ class OpenFloor:
         totals = self.totals
         totals.steps += 1
         totals.tokens += made.tokens
+        totals.slot_s += step_s * made.tokens
         totals.completed += made.completed
         if made.continuing:
             self.gaps.add(step_s, made.continuing)
@@ -141,6 +144,7 @@ class OpenFloor:
             self._on_progress(totals.completed)
 
     def _sample(self, now: float, step_s: float, max_load_tokens: int) -> None:
+        totals = self.totals
         point = SeriesPoint(
             time_s=now,
             queue_length=len(self.line),
@@ -148,6 +152,11 @@ class OpenFloor:
             load_tokens=sum(sum(pool.loads) for pool in self.pools),
             max_load_tokens=max_load_tokens,
             step_s=step_s,
+            tokens=totals.tokens,
+            slot_s=totals.slot_s,
+            attention_s=totals.attention_s,
+            ffn_s=totals.ffn_s,
+            barrier_wait_s=totals.barrier_wait_s,
         )
         self.series.points.append(point)
 

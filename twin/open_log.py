@@ -12,6 +12,7 @@ from numpy.typing import NDArray
 
 MAX_SERIES_POINTS = 4096
 _BINS_PER_UNIT = 1000.0
+_SHORTEST_GAP_S = 1e-12
 
 
 class SeriesPoint(NamedTuple):
@@ -24,6 +25,11 @@ class SeriesPoint(NamedTuple):
         load_tokens: Tokens held in all slots.
         max_load_tokens: Tokens that the fullest worker read in that step.
         step_s: Length of that step: the gap between two tokens of its requests.
+        tokens: Tokens made since the start of the run, as are the sums below.
+        slot_s: Seconds that slots were filled, of all slots together.
+        attention_s: Seconds of attention, of all workers together.
+        ffn_s: Seconds the FFN server worked.
+        barrier_wait_s: Slowest minus mean attention worker, over all stages.
     """
 
     time_s: float
@@ -32,6 +38,11 @@ class SeriesPoint(NamedTuple):
     load_tokens: int
     max_load_tokens: int
     step_s: float
+    tokens: int
+    slot_s: float
+    attention_s: float
+    ffn_s: float
+    barrier_wait_s: float
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -65,6 +76,19 @@ class GapHistogram:
         return quantiles
 
 
+def merge_gaps(histograms: Sequence[GapHistogram]) -> GapHistogram:
+    """All gaps of several runs in one histogram."""
+    number = [np.rint(np.log(one.gap_s) * _BINS_PER_UNIT - 0.5) for one in histograms]
+    bins, place = np.unique(np.concatenate(number), return_inverse=True)
+    num_gaps = np.zeros(len(bins), dtype=np.int64)
+    np.add.at(num_gaps, place, np.concatenate([one.num_gaps for one in histograms]))
+    return GapHistogram(
+        gap_s=np.exp((bins + 0.5) / _BINS_PER_UNIT),
+        num_gaps=num_gaps,
+        total_s=sum(one.total_s for one in histograms),
+    )
+
+
 class GapCounter:
     """Counts gaps in bins of equal ratio, one weighted entry a step, never one a token."""
 
@@ -73,8 +97,11 @@ class GapCounter:
         self._total_s = 0.0
 
     def add(self, gap_s: float, num_gaps: int) -> None:
-        """``num_gaps`` gaps of ``gap_s`` > 0."""
-        number = math.floor(math.log(gap_s) * _BINS_PER_UNIT)
+        """``num_gaps`` gaps of ``gap_s`` >= 0; below ``_SHORTEST_GAP_S`` all fall into one bin.
+
+        Far from 0 the clock cannot tell a short step from none.
+        """
+        number = math.floor(math.log(max(gap_s, _SHORTEST_GAP_S)) * _BINS_PER_UNIT)
         self._num_by_bin[number] = self._num_by_bin.get(number, 0) + num_gaps
         self._total_s += gap_s * num_gaps
 

@@ -229,10 +229,15 @@ def latency_figure(summary: Mapping[str, Any]) -> Figure:
         curve = run["latency"].get(name)
         if curve and curve["quantiles_s"]:
             axes.plot(curve["quantiles_s"], curve["quantile_levels"], color=colour, label=label)
-    for name, colour in (("ttft_s", ATTENTION), ("tpot_s", FFN), ("e2e_s", TWIN)):
+    for name, label, colour in (
+        ("ttft_s", "TTFT", ATTENTION),
+        ("tpot_s", "TPOT", FFN),
+        ("e2e_s", "end to end", TWIN),
+    ):
         target = run["slo"].get(name)
         if target:
-            axes.axvline(target, color=colour, lw=0.9, ls=(0, (2, 2)))
+            label = f"target: {label} <= {target:g} s"
+            axes.axvline(target, color=colour, lw=0.9, ls=(0, (2, 2)), label=label)
     axes.set_xscale("log")
     axes.set_ylim(0, 1.01)
     axes.legend(frameon=False, fontsize=9)

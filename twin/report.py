@@ -76,8 +76,8 @@ def duration(seconds: float | None, digits: int = 4) -> str:
 
 
 def percent(share: float | None, digits: int = 2) -> str:
-    """A share as a percentage."""
-    return "-" if share is None else f"{100.0 * share:.{digits}f} %"
+    """A share as a percentage; what rounds to nothing has no minus."""
+    return "-" if share is None else f"{round(100.0 * share, digits) + 0.0:.{digits}f} %"
 
 
 def count(value: float | None, digits: int = 0) -> str:
@@ -128,7 +128,7 @@ def workload_table(summary: Mapping[str, Any], plain: bool) -> Table:
     table.show_header = False
     table.columns[1].justify = "left"
     prompts, outputs = workload["prompt_tokens"], workload["output_tokens"]
-    table.add_row("workload", f"{workload['name']} ({workload['source']})")
+    table.add_row("workload", Text(f"{workload['name']} ({workload['source']})"))
     requests = count(workload["num_requests"]) if workload["num_requests"] else "exact law"
     if workload.get("rate_per_s"):
         requests += f", {workload['rate_per_s']:.4g} per s for {duration(workload['duration_s'])}"
@@ -149,7 +149,7 @@ def workload_table(summary: Mapping[str, Any], plain: bool) -> Table:
     origin = bundle["calibration"] or "coefficients of the scenario"
     if bundle["device"]:
         origin += f" ({bundle['model']} on {bundle['device']})"
-    table.add_row("latency model", origin)
+    table.add_row("latency model", Text(origin))
     m = bundle["microbatches"]
     in_flight = f", {m} microbatches in flight" if m > 1 else ""
     table.add_row(
@@ -157,6 +157,8 @@ def workload_table(summary: Mapping[str, Any], plain: bool) -> Table:
         f"B = {bundle['batch_per_worker']} slots a worker{in_flight}, {bundle['semantics']}, "
         f"{bundle['num_layers']} layer{'s' if bundle['num_layers'] > 1 else ''}",
     )
+    if summary.get("simulation"):
+        table.add_row("routing", f"free slots refilled by {summary['simulation']['routing']}")
     return table
 
 
@@ -172,7 +174,7 @@ def _answer(summary: Mapping[str, Any], plain: bool) -> Panel:
     )
     lines.append(
         Text(
-            f"waiting for the slowest worker costs {percent(best['barrier_overhead'])} of time; "
+            f"cycle {percent(best['barrier_overhead'])} longer than with equal loads; "
             f"idle: attention {percent(best['attention_idle'], 1)}, "
             f"FFN {percent(best['ffn_idle'], 1)}"
         )
@@ -193,6 +195,11 @@ def _answer(summary: Mapping[str, Any], plain: bool) -> Panel:
 def other_semantics(summary: Mapping[str, Any]) -> str:
     """What the best ratio would be if microbatches were served the other way."""
     other, layers = summary["other_semantics"], summary["bundle"]["num_layers"]
+    if other["r"] is None:
+        return (
+            f"under {other['semantics']} with {other['microbatches']} microbatches this B "
+            f"cannot meet {other['misses']} at any r"
+        )
     return (
         f"under {other['semantics']} with {other['microbatches']} microbatches the best would be "
         f"r = {other['r']}: {rate(other['throughput_per_instance'] / layers)} tokens/s, "
@@ -232,15 +239,21 @@ def how_sure(best: Mapping[str, Any]) -> str:
         if best[name] is not None
     ]
     text = f"around the best r = {best['best_r']}: " + ", ".join(sides) if sides else ""
+    missed = (
+        f"; at + 2 se r = {best['best_r']} would miss max_tpot_s"
+        if best.get("misses_limit_high")
+        else ""
+    )
     if best["r_low"] == best["r_high"]:
         what = "sampling error does not move it" if best["is_sampled"] else "the law is exact"
-        return text + ("; " if text else "") + what
+        return text + ("; " if text else "") + (missed.removeprefix("; ") or what)
     worst = max(best["regret_low"], best["regret_high"])
     return (
         text
         + ("; " if text else "")
         + f"with the sampling error of the trace (2 se) the best lies in {best['r_low']}.."
-        + f"{best['r_high']}, regret at most {percent(worst)}"
+        + f"{best['r_high']}, "
+        + (missed.removeprefix("; ") if missed else f"regret at most {percent(worst)}")
     )
 
 
@@ -311,11 +324,15 @@ def _simulation_caption(simulation: Mapping[str, Any]) -> str:
     text = (
         f"*: the ratio in use. ±: {100 * simulation['confidence']:.0f} % interval over "
         f"{fewest} or more independent replications of "
-        f"{count(cycles)} cycles; idle and barrier (waiting for the slowest) "
-        f"are shares of a cycle. Best simulated r: {simulation['best_r']}"
+        f"{count(cycles)} cycles; idle and barrier (wait of the mean worker for the slowest) "
+        f"are shares of a cycle"
     )
+    if simulation["routing"] != "random":
+        text += f". Theory assumes random refill, the twin refills by {simulation['routing']}"
     if simulation["start"] == "cold":
         text += ". Theory here is that of a cold start over these cycles"
+    if len(simulation["points"]) > 1:
+        text += f". Best simulated r: {simulation['best_r']}"
     if len(same) > 1:
         others = ", ".join(str(r) for r in same if r != simulation["best_r"])
         text += f"; cannot tell it apart from {others}"
@@ -329,7 +346,7 @@ def stragglers_table(summary: Mapping[str, Any], plain: bool) -> Table:
         f"Stragglers at r = {stragglers['r']}: who refills a free slot",
         plain,
         "routing",
-        "slowest / mean - 1",
+        "largest / mean load - 1",
         "tokens/s per instance",
         "against " + stragglers["baseline"],
     )
@@ -348,7 +365,8 @@ def stragglers_table(summary: Mapping[str, Any], plain: bool) -> Table:
             versus,
         )
     table.caption = (
-        "slowest / mean - 1: of the token loads in one step; same requests for all policies"
+        "largest / mean load - 1: largest over mean token load of the workers in a step; same "
+        "requests for all policies"
     )
     table.caption_justify = "left"
     return table
@@ -376,11 +394,14 @@ def faults_table(summary: Mapping[str, Any], plain: bool) -> Table:
 def open_loop_table(summary: Mapping[str, Any], plain: bool) -> Group:
     """Latencies of an open-loop run, and the facts beside them."""
     run = summary["open_loop"]
+    num = run["replications"]
     table = new_table(
-        f"Open loop at r = {run['r']}: {count(run['injected'])} requests",
+        f"Open loop at r = {run['r']}: {count(run['injected'])} requests in {num} "
+        f"replication{'s' if num > 1 else ''}",
         plain,
         "",
         "mean",
+        "±",
         "p50",
         "p90",
         "p99",
@@ -390,14 +411,24 @@ def open_loop_table(summary: Mapping[str, Any], plain: bool) -> Group:
         ("queue_s", "queue"),
         ("ttft_s", "TTFT"),
         ("tpot_s", "TPOT"),
-        ("itl_s", "ITL"),
+        ("itl_s", "ITL *"),
         ("e2e_s", "end to end"),
     ):
         row = run["latency"].get(name)
         if row:
+            half = row["interval"]["half_width"] if row["interval"] else None
             table.add_row(
-                label, *(duration(row[k], 3) for k in ("mean", "p50", "p90", "p99", "max"))
+                label,
+                duration(row["mean"], 3),
+                duration(half, 3),
+                *(duration(row[k], 3) for k in ("p50", "p90", "p99", "max")),
             )
+    table.caption = (
+        f"±: {100 * run['confidence']:.0f} % interval of the mean, "
+        + ("over replications" if num > 1 else "by batch means")
+        + ". Requests past the warm-up; *: all tokens of the run, warm-up included"
+    )
+    table.caption_justify = "left"
     facts = Table.grid(padding=(0, 2))
     for left, right in _open_loop_facts(run):
         facts.add_row(left, right)
@@ -406,15 +437,15 @@ def open_loop_table(summary: Mapping[str, Any], plain: bool) -> Group:
 
 def _open_loop_facts(run: Mapping[str, Any]) -> list[tuple[str, str]]:
     facts = [
-        (
-            "requests",
-            f"{count(run['completed'])} completed, {count(run['running'])} running and "
-            f"{count(run['queued'])} queued at the end",
-        ),
+        ("requests", _fates(run)),
         (
             "served",
-            f"{rate(run['requests_per_s'])} requests/s, {rate(run['output_tokens_per_s'])} "
-            f"output tokens/s in {duration(run['duration_s'])}",
+            f"{_rate_of(run, 'requests_per_s')} requests/s, "
+            f"{_rate_of(run, 'output_tokens_per_s')} output tokens/s; measured from "
+            + ("the first arrival" if run["is_recorded"] else "the end of the warm-up")
+            + (" to the horizon, " if run["beyond_horizon"] else " to the last arrival, ")
+            + duration(run["duration_s"])
+            + (" a replication" if run["replications"] > 1 else ""),
         ),
         (
             "load",
@@ -425,13 +456,38 @@ def _open_loop_facts(run: Mapping[str, Any]) -> list[tuple[str, str]]:
     ]
     if run.get("goodput"):
         good = run["goodput"]
+        share = percent(good["share"], 1)
+        if good["share_interval"]:
+            share = f"{share[:-2]} ± {100 * good['share_interval']['half_width']:.1f} %"
+        lost = (
+            f" ({count(good['unfinished'])} unfinished ones do not)" if good["unfinished"] else ""
+        )
         facts.append(
             (
                 "goodput",
-                f"{rate(good['requests_per_s'])} requests/s, {percent(good['share'], 1)} of "
-                f"completed requests meet {good['targets']}",
+                f"{_rate_of(good, 'requests_per_s')} requests/s; {share} of the requests that "
+                f"arrived meet {good['targets']}{lost}",
             )
         )
     if run.get("retries"):
         facts.append(("retries", count(run["retries"])))
     return facts
+
+
+def _fates(run: Mapping[str, Any]) -> str:
+    """Where the requests are at the end."""
+    text = (
+        f"{count(run['completed'])} completed, {count(run['running'])} running"
+        + (f", {count(run['preparing'])} in prefill" if run["preparing"] else "")
+        + f" and {count(run['queued'])} queued at the end"
+    )
+    if run["beyond_horizon"]:
+        text += f"; {count(run['beyond_horizon'])} more would arrive after the horizon"
+    return text
+
+
+def _rate_of(found: Mapping[str, Any], name: str) -> str:
+    """A rate, with its interval where there is one."""
+    return (
+        with_interval(found[f"{name}_interval"]) if found[f"{name}_interval"] else rate(found[name])
+    )

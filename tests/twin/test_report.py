@@ -25,13 +25,13 @@ def saturated():
 
 @pytest.fixture(scope="module")
 def open_loop():
+    tables = {**SMALL, "run": {"mode": "open_loop", "replications": 2}}
     settings = [
-        "run.mode=open_loop",
         "workload.num_requests=300",
         "slo.ttft_s=0.5",
         "attention_ffn.semantics=pingpong",
     ]
-    return run_experiment(parse_scenario(apply_overrides(SMALL, settings))).summary
+    return run_experiment(parse_scenario(apply_overrides(tables, settings))).summary
 
 
 def text(summary, width, *, terminal=False):
