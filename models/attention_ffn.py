@@ -18,7 +18,7 @@ from models.cold_start import (
     settling_steps,
 )
 from models.constraints import kv_tokens_needed, largest_batch, ratios_within
-from models.level_prediction import LEVELS, LevelPrediction, predict, predict_all
+from models.level_prediction import LEVELS, LevelPrediction, beyond_ratios, predict, predict_all
 from models.level_trust import gaussian_trust, recommended_level
 from models.live_slots import LoadEstimate, censored_load, census_load
 from models.mean_field import MeanFieldOptimum, optimum
@@ -41,6 +41,7 @@ __all__ = [
     "MeanFieldOptimum",
     "SlotMoments",
     "WorkerLoadLaw",
+    "beyond_ratios",
     "censored_load",
     "census_load",
     "cold_start_load",

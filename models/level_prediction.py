@@ -157,6 +157,43 @@ def predict_all(
     }
 
 
+def beyond_ratios(
+    lengths: LengthPairs,
+    bundle: Bundle,
+    found: LevelPrediction,
+    *,
+    r_limit: int,
+    load: WorkerLoadLaw | None = None,
+    moments: SlotMoments | None = None,
+) -> LevelPrediction:
+    """The level's prediction around its optimum, where that may lie beyond the ratios asked for.
+
+    Args:
+        lengths, bundle: As ``found`` was made from.
+        found: A prediction over 1..n.
+        r_limit: Largest ratio to search; the mean field, which needs no search, knows no limit.
+        load, moments: See ``predict``.
+
+    Returns:
+        ``found`` itself where its best ratio is not its last one, or no larger ratio is better.
+    """
+    moments = slot_moments(lengths) if moments is None else moments
+    last = int(found.ratios.max())
+    if found.r < last or (found.level == "mean_field" and math.isinf(found.r_real)):
+        return found
+    if found.level == "mean_field":
+        r = optimum(bundle, moments.theta_tokens).r
+        if r <= last:
+            return found
+        return predict(lengths, bundle, [r], level=found.level, moments=moments)
+    wider = found
+    while wider.r == last < r_limit:
+        ratios = np.arange(last, min(2 * last, r_limit) + 1)
+        last = int(ratios[-1])
+        wider = predict(lengths, bundle, ratios, level=found.level, load=load, moments=moments)
+    return found if wider.r == found.r else wider
+
+
 def _checked_ratios(ratios: Sequence[int] | NDArray[np.int64]) -> NDArray[np.int64]:
     given = np.asarray(ratios)
     if given.ndim != 1 or len(given) == 0:

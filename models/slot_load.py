@@ -219,7 +219,8 @@ def _trusted_error(theta_se: float, tail: TailIndex | None) -> float:
 
 def _unattainable(lengths: LengthPairs, wanted: float, tail: TailIndex | None) -> str:
     n = lengths.num_requests
-    refusal = f"heavy tail: {100.0 * wanted:.3g} % not attainable with {n} request(s)"
+    why = "heavy tail" if _has_no_variance(tail) else "too few requests"
+    refusal = f"{why}: {100.0 * wanted:.3g} % not attainable with {n} request(s)"
     if n is None or n < MIN_REQUESTS:
         return f"{refusal}; their spread is unknown"
     trusted = wanted / (NO_VARIANCE_FACTOR if _has_no_variance(tail) else 1.0)

@@ -70,6 +70,8 @@ class ProvisionBundle:
             where that is not allowed.
         binding: Names of the limits that hold the answer back: ``max_tpot_s``,
             ``kv_capacity_tokens``, ``r_max``.
+        misses_limit_high: Whether r would miss ``max_tpot_s`` if the mean slot load were two
+            standard errors of the trace higher.
     """
 
     attention_per_ffn: int
@@ -85,6 +87,7 @@ class ProvisionBundle:
     regret_one_less: float
     regret_one_more: float
     binding: tuple[str, ...]
+    misses_limit_high: bool = False
 
 
 def batch_limit_of(moments: SlotMoments, microbatches: int, limits: ProvisioningLimits) -> int:
@@ -121,6 +124,7 @@ class Provisioning:
         limits: ProvisioningLimits,
         *,
         choose_batch: bool = False,
+        given_r: int | None = None,
         now: float,
     ) -> ProvisionBundle:
         """The best deployment for this traffic within the limits.
@@ -130,6 +134,8 @@ class Provisioning:
             bundle: Latency model and settings; its B is used unless ``choose_batch``.
             limits: What must be respected.
             choose_batch: Choose B as well.
+            given_r: The ratio that will be deployed, where it is not free: B is chosen for it. The
+                order names the best ratio for that B all the same.
             now: Seconds since the start of the run.
 
         Raises:
@@ -138,7 +144,7 @@ class Provisioning:
         moments = slot_moments(lengths)
         batch_limit = batch_limit_of(moments, bundle.microbatches, limits)
         if choose_batch:
-            bundle = self._with_best_batch(lengths, bundle, limits, batch_limit)
+            bundle = self._with_best_batch(lengths, bundle, limits, batch_limit, given_r)
         elif bundle.batch_per_worker > batch_limit:
             raise InfeasibleError(
                 f"batch_per_worker = {bundle.batch_per_worker} does not fit into "
@@ -146,7 +152,32 @@ class Provisioning:
                 f"{moments.theta_tokens:.0f} tokens a slot, {bundle.microbatches} microbatch(es) "
                 f"and z = {limits.kv_safety_z:g} the largest B that fits is {batch_limit}"
             )
-        return self._best_ratio(lengths, bundle, limits, moments, batch_limit)
+        order = self._best_ratio(lengths, bundle, limits, moments, batch_limit)
+        if choose_batch and "max_tpot_s" not in order.binding:
+            value = order.throughput_per_instance
+            if given_r is not None:
+                value = _best_throughput(lengths, bundle, limits, self.level, given_r)
+            if self._gains_by_more_slots(lengths, bundle, limits, batch_limit, given_r, value):
+                order = dataclasses.replace(order, binding=("max_tpot_s", *order.binding))
+        return order
+
+    def _gains_by_more_slots(
+        self,
+        lengths: LengthPairs,
+        bundle: Bundle,
+        limits: ProvisioningLimits,
+        batch_limit: int,
+        given_r: int | None,
+        value: float,
+    ) -> bool:
+        """Whether a somewhat larger B would be worth more if ``max_tpot_s`` were not there."""
+        batch = bundle.batch_per_worker
+        larger = min(batch_limit, batch + max(1, batch // 20))
+        if limits.max_tpot_s is None or larger == batch:
+            return False
+        more = dataclasses.replace(bundle, batch_per_worker=larger)
+        free = dataclasses.replace(limits, max_tpot_s=None)
+        return _best_throughput(lengths, more, free, self.level, given_r) > value
 
     def _best_ratio(
         self,
@@ -169,7 +200,9 @@ class Provisioning:
             )
         value = np.where(allowed, prediction.throughput_per_instance, -np.inf)
         best = int(np.argmax(value))
-        low, high = self._uncertain_optima(lengths, bundle, ratios, limits, moments, load, best)
+        low, high, misses = self._uncertain_optima(
+            lengths, bundle, ratios, limits, moments, load, best
+        )
         binding = _binding(prediction, limits, best, bundle.batch_per_worker, batch_limit)
         return ProvisionBundle(
             attention_per_ffn=int(ratios[best]),
@@ -185,6 +218,7 @@ class Provisioning:
             regret_one_less=_regret(value, best, best - 1),
             regret_one_more=_regret(value, best, best + 1),
             binding=binding,
+            misses_limit_high=misses,
         )
 
     def _uncertain_optima(
@@ -196,12 +230,15 @@ class Provisioning:
         moments: SlotMoments,
         load: WorkerLoadLaw | None,
         best: int,
-    ) -> tuple[tuple[int, float], tuple[int, float]]:
-        """(best ratio, regret of ours) when theta is two standard errors lower, and higher."""
+    ) -> tuple[tuple[int, float], tuple[int, float], bool]:
+        """(best ratio, regret of ours) when theta is two standard errors lower, and higher.
+
+        And whether ours then misses ``max_tpot_s`` at the higher one.
+        """
+        same = (int(ratios[best]), 0.0)
         if not moments.theta_se:
-            same = (int(ratios[best]), 0.0)
-            return same, same
-        answers = []
+            return same, same, False
+        answers, misses = [], False
         for shift_tokens in (-2.0 * moments.theta_se, 2.0 * moments.theta_se):
             shifted = predict(
                 lengths,
@@ -211,14 +248,17 @@ class Provisioning:
                 load=load,
                 moments=moments,
             )
-            value = np.where(
-                _within_tpot(shifted, limits), shifted.throughput_per_instance, -np.inf
-            )
+            allowed = _within_tpot(shifted, limits)
+            misses = not bool(allowed[best])
+            if not bool(allowed.any()):
+                answers.append(same)
+                continue
+            value = np.where(allowed, shifted.throughput_per_instance, -np.inf)
             at = int(np.argmax(value))
             ours = float(shifted.throughput_per_instance[best])
             theirs = float(shifted.throughput_per_instance[at])
             answers.append((int(ratios[at]), max(0.0, 1.0 - ours / theirs)))
-        return answers[0], answers[1]
+        return answers[0], answers[1], misses
 
     def _with_best_batch(
         self,
@@ -226,6 +266,7 @@ class Provisioning:
         bundle: Bundle,
         limits: ProvisioningLimits,
         batch_limit: int,
+        given_r: int | None,
     ) -> Bundle:
         """The bundle with the B of most throughput: a coarse geometric scan, then a fine one."""
         if batch_limit < 1:
@@ -236,11 +277,13 @@ class Provisioning:
         scan = "pearson3" if self.level == "exact" else self.level
         value_by_batch: dict[int, float] = {}
 
+        def value_at(batch: int, level: str) -> float:
+            tried = dataclasses.replace(bundle, batch_per_worker=batch)
+            return _best_throughput(lengths, tried, limits, level, given_r)
+
         def value(batch: int) -> float:
             if batch not in value_by_batch:
-                value_by_batch[batch] = _best_throughput(
-                    lengths, dataclasses.replace(bundle, batch_per_worker=batch), limits, scan
-                )
+                value_by_batch[batch] = value_at(batch, scan)
             return value_by_batch[batch]
 
         grid = sorted({round(x) for x in np.geomspace(1, batch_limit, 33)})
@@ -256,13 +299,23 @@ class Provisioning:
             for batch in sorted({round(x) for x in np.linspace(low, high, 11)}):
                 value(batch)
         best = max(value_by_batch, key=lambda b: (value_by_batch[b], -b))
-        while best > 1 and not math.isfinite(
-            _best_throughput(
-                lengths, dataclasses.replace(bundle, batch_per_worker=best), limits, self.level
-            )
-        ):
+        while not math.isfinite(value_at(best, self.level)):
+            if best == 1:
+                raise self._nothing_fits(lengths, bundle, limits, given_r)
             best -= max(1, best // 100)
         return dataclasses.replace(bundle, batch_per_worker=best)
+
+    def _nothing_fits(
+        self, lengths: LengthPairs, bundle: Bundle, limits: ProvisioningLimits, given_r: int | None
+    ) -> InfeasibleError:
+        """What even one slot a worker needs, at the given ratio or with a single worker."""
+        smallest = dataclasses.replace(bundle, batch_per_worker=1)
+        needed = predict(lengths, smallest, [given_r or 1], level=self.level).tpot_s[0]
+        who = "one attention worker" if given_r is None else f"r = {given_r}"
+        return InfeasibleError(
+            f"max_tpot_s = {limits.max_tpot_s:g} cannot be met by any batch_per_worker: with a "
+            f"single slot a worker, {who} needs {float(needed):.4g} s per output token"
+        )
 
 
 def shift_load(bundle: Bundle, shift_tokens: float) -> Bundle:
@@ -281,10 +334,18 @@ def _within_tpot(prediction: LevelPrediction, limits: ProvisioningLimits) -> NDA
 
 
 def _best_throughput(
-    lengths: LengthPairs, bundle: Bundle, limits: ProvisioningLimits, level: str
+    lengths: LengthPairs,
+    bundle: Bundle,
+    limits: ProvisioningLimits,
+    level: str,
+    given_r: int | None,
 ) -> float:
-    r_max = limits.r_max or automatic_r_max(lengths, bundle)
-    prediction = predict(lengths, bundle, list(range(1, r_max + 1)), level=level)
+    """Largest throughput within the limits, of the given ratio or of all; -inf where none is."""
+    if given_r is not None:
+        ratios = [given_r]
+    else:
+        ratios = list(range(1, (limits.r_max or automatic_r_max(lengths, bundle)) + 1))
+    prediction = predict(lengths, bundle, ratios, level=level)
     allowed = _within_tpot(prediction, limits)
     if not bool(allowed.any()):
         return -math.inf

@@ -141,8 +141,9 @@ def pareto(
 ) -> LengthPairs:
     """Output lengths with a power-law tail: P(D > d) = (minimum / d) ** tail_index, capped.
 
-    Quantiles at (i + 1/2) / num_quantiles, rounded down. The mean needs tail_index > 1, the mean
-    slot load > 2, its variance > 3; below, the cap decides.
+    Quantiles at (i + 1/2) / num_quantiles, rounded down: the law ends at the last of them, about
+    minimum * (2 num_quantiles) ** (1 / tail_index), where the cap lies beyond. The mean
+    needs tail_index > 1, the mean slot load > 2, its variance > 3; below, the cap decides.
 
     Args:
         prompt_tokens: Prompt of every request, >= 0.

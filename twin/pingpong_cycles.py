@@ -13,7 +13,6 @@ from twin.cycle_log import FaultyCycle
 from twin.pipeline import Attention, PingPongPipeline
 from twin.saturated_plan import SaturatedPlan, meet_presence
 
-
 FILLING = -1
 
 

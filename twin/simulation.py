@@ -277,10 +277,14 @@ class Simulator:
         }
 
     def _fault_side(self, point: SaturatedPoint) -> dict[str, Any]:
+        cycles_s = point.sums("cycle_s")
         return {
             "cycle_s": self._summary(point.values("mean_cycle_s")),
+            "tpot_s": self._summary(point.values("tpot_s")),
             "throughput_per_instance": self._ratio_summary(point.tokens, point.priced_s),
-            "barrier_share": self._ratio_summary(_barrier_wait_s(point), point.sums("cycle_s")),
+            "barrier_share": self._ratio_summary(_barrier_wait_s(point), cycles_s),
+            "attention_idle": self._ratio_summary(cycles_s - point.attention_work_s, cycles_s),
+            "ffn_idle": self._ratio_summary(cycles_s - point.sums("ffn_s"), cycles_s),
         }
 
     def load_distribution(self, bins: int = 60) -> dict[str, Any]:

@@ -15,6 +15,7 @@ from models.attention_ffn import (
     LevelPrediction,
     SlotMoments,
     WorkerLoadLaw,
+    beyond_ratios,
     exact_law,
     predict,
     predict_all,
@@ -24,8 +25,15 @@ from models.bundle import Bundle
 from models.calibration import Calibration, load_calibration
 from models.scenario import Scenario
 from policies.catalog import PROVISIONING
-from policies.provisioning import ProvisionBundle, ProvisioningLimits, automatic_r_max
+from policies.provisioning import (
+    MAX_AUTO_RATIO,
+    ProvisionBundle,
+    ProvisioningLimits,
+    automatic_r_max,
+    batch_limit_of,
+)
 from traces.decisions import DecisionLog
+from twin.theory_warnings import theory_warnings
 from twin.workload import ResolvedWorkload, workload_summary
 
 DEFAULT_CALIBRATION = "deepseek-v3-ascend-910c"
@@ -44,6 +52,8 @@ class Theory:
         load: Law of one worker's token load.
         ratios: 1..r_max.
         levels: Level name -> prediction over ``ratios``.
+        optima: Level name -> prediction around its own best ratio: the one of ``levels``, or one
+            over ratios beyond where ``ratios`` ends too early and its end was not asked for.
         decision: The provisioning policy's order.
         r: The ratio in use: the scenario's, or the decision's where it says ``auto``.
     """
@@ -57,6 +67,7 @@ class Theory:
     load: WorkerLoadLaw
     ratios: NDArray[np.int64]
     levels: dict[str, LevelPrediction]
+    optima: dict[str, LevelPrediction]
     decision: ProvisionBundle
     r: int
 
@@ -96,7 +107,10 @@ def solve_theory(
         kv_safety_z=settings.kv_safety_z,
     )
     policy = PROVISIONING[settings.level]()
-    decision = policy.decide(workload.lengths, bundle, limits, choose_batch=choose_batch, now=0.0)
+    given_r = None if isinstance(settings.r, str) else settings.r
+    decision = policy.decide(
+        workload.lengths, bundle, limits, choose_batch=choose_batch, given_r=given_r, now=0.0
+    )
     if log is not None:
         log.policies["provisioning"] = {"kind": "provisioning", "name": settings.level}
         log.record(
@@ -107,26 +121,39 @@ def solve_theory(
                 "bundle": bundle,
                 "limits": limits,
                 "choose_batch": choose_batch,
+                "given_r": given_r,
             },
             decision,
             now=0.0,
         )
     bundle = dataclasses.replace(bundle, batch_per_worker=decision.batch_per_worker)
-    r = decision.attention_per_ffn if isinstance(settings.r, str) else settings.r
+    r = decision.attention_per_ffn if given_r is None else given_r
     r_max = limits.r_max or max(automatic_r_max(workload.lengths, bundle), r)
+    r_limit = r_max if limits.r_max is not None else MAX_AUTO_RATIO
     limits = dataclasses.replace(limits, r_max=r_max)
     ratios = np.arange(1, r_max + 1)
+    moments = slot_moments(workload.lengths)
     load = exact_law(workload.lengths, bundle.batch_per_worker)
+    levels = predict_all(workload.lengths, bundle, ratios, load=load)
+    optima = levels
+    if r_limit > r_max:
+        optima = {
+            name: beyond_ratios(
+                workload.lengths, bundle, level, r_limit=r_limit, load=load, moments=moments
+            )
+            for name, level in levels.items()
+        }
     return Theory(
         scenario=scenario,
         workload=workload,
         calibration=calibration,
         bundle=bundle,
         limits=limits,
-        moments=slot_moments(workload.lengths),
+        moments=moments,
         load=load,
         ratios=ratios,
-        levels=predict_all(workload.lengths, bundle, ratios, load=load),
+        levels=levels,
+        optima=optima,
         decision=decision,
         r=r,
     )
@@ -171,21 +198,20 @@ def bundle_summary(theory: Theory) -> dict[str, Any]:
 
 
 def _level_summary(theory: Theory, name: str) -> dict[str, Any]:
-    level = theory.levels[name]
-    exact = theory.levels["exact"].throughput_per_instance
-    at = level.r - 1
+    level, optimum = theory.levels[name], theory.optima[name]
+    at = int(np.flatnonzero(optimum.ratios == optimum.r)[0])
     layers = theory.bundle.num_layers
     return {
-        "r": level.r,
-        "r_real": level.r_real if math.isfinite(level.r_real) else None,
-        "regime": level.regime,
-        "cycle_s": float(level.cycle_s[at]),
-        "throughput_per_instance": float(level.throughput_per_instance[at]),
-        "tokens_per_s_per_instance": float(level.throughput_per_instance[at]) / layers,
-        "tpot_s": float(level.tpot_s[at]),
-        "attention_idle": float(level.attention_idle[at]),
-        "ffn_idle": float(level.ffn_idle[at]),
-        "regret": max(0.0, float(1.0 - exact[at] / exact.max())),
+        "r": optimum.r,
+        "r_real": optimum.r_real if math.isfinite(optimum.r_real) else None,
+        "regime": optimum.regime,
+        "cycle_s": float(optimum.cycle_s[at]),
+        "throughput_per_instance": float(optimum.throughput_per_instance[at]),
+        "tokens_per_s_per_instance": float(optimum.throughput_per_instance[at]) / layers,
+        "tpot_s": float(optimum.tpot_s[at]),
+        "attention_idle": float(optimum.attention_idle[at]),
+        "ffn_idle": float(optimum.ffn_idle[at]),
+        "regret": _level_regret(theory, optimum.r),
         "curve": {
             field: [float(v) for v in getattr(level, field)]
             for field in (
@@ -198,6 +224,26 @@ def _level_summary(theory: Theory, name: str) -> dict[str, Any]:
             )
         },
     }
+
+
+def _level_regret(theory: Theory, r: int) -> float:
+    """Share of throughput lost at r by the exact level, r drawn or not."""
+    exact, optimum = theory.levels["exact"], theory.optima["exact"]
+    best = float(optimum.throughput_per_instance.max())
+    if r <= len(theory.ratios):
+        ours = float(exact.throughput_per_instance[r - 1])
+    else:
+        ours = float(
+            predict(
+                theory.workload.lengths,
+                theory.bundle,
+                [r],
+                level="exact",
+                load=theory.load,
+                moments=theory.moments,
+            ).throughput_per_instance[0]
+        )
+    return max(0.0, 1.0 - ours / best)
 
 
 def recommendation_summary(theory: Theory) -> dict[str, Any]:
@@ -220,6 +266,7 @@ def recommendation_summary(theory: Theory) -> dict[str, Any]:
         "ffn_idle": theory.at(level.level, "ffn_idle", theory.r),
         "regret": max(0.0, float(1.0 - curve[theory.r - 1] / curve[best - 1])),
         "binding": list(decision.binding),
+        "misses_limit_high": decision.misses_limit_high,
     }
     for name in (
         "r_low",
@@ -235,7 +282,10 @@ def recommendation_summary(theory: Theory) -> dict[str, Any]:
 
 
 def _other_semantics(theory: Theory) -> dict[str, Any]:
-    """The best ratio if the bundle's microbatches were served the other way."""
+    """The best ratio within the limits if the microbatches were served the other way.
+
+    ``r`` is None where that way cannot meet ``misses``, one of the limits.
+    """
     is_barrier = theory.bundle.semantics == "barrier"
     other = dataclasses.replace(
         theory.bundle,
@@ -252,12 +302,24 @@ def _other_semantics(theory: Theory) -> dict[str, Any]:
         moments=theory.moments,
         load=theory.load,
     )
-    at = found.r - 1
-    return {
+    answer = {
         "semantics": other.semantics,
         "microbatches": other.microbatches,
         "level": level,
-        "r": found.r,
+        "r": None,
+        "throughput_per_instance": None,
+        "tpot_s": float(found.tpot_s.min()),
+        "misses": None,
+    }
+    limit_s = theory.limits.max_tpot_s
+    allowed = np.ones(len(found.ratios), np.bool_) if limit_s is None else found.tpot_s <= limit_s
+    if other.batch_per_worker > batch_limit_of(theory.moments, other.microbatches, theory.limits):
+        return answer | {"misses": "kv_capacity_tokens"}
+    if not bool(allowed.any()):
+        return answer | {"misses": "max_tpot_s"}
+    at = int(np.argmax(np.where(allowed, found.throughput_per_instance, -np.inf)))
+    return answer | {
+        "r": int(found.ratios[at]),
         "throughput_per_instance": float(found.throughput_per_instance[at]),
         "tpot_s": float(found.tpot_s[at]),
     }
@@ -274,80 +336,3 @@ def _kv_summary(theory: Theory) -> dict[str, Any]:
         "needed_tokens_per_worker": mean + theory.limits.kv_safety_z * spread,
         "capacity_tokens_per_worker": theory.limits.kv_capacity_tokens,
     }
-
-
-def theory_warnings(theory: Theory) -> list[str]:
-    """What a reader of the numbers must know."""
-    warnings = list(theory.moments.warnings)
-    warnings += [f"trace: {note}" for note in theory.workload.notes]
-    settings = theory.scenario.attention_ffn
-    if "r_max" in theory.decision.binding:
-        warnings.append(
-            f"the best ratio found is the largest one allowed (r_max = {theory.limits.r_max}); "
-            "a larger r_max may be better"
-        )
-    if (
-        settings.max_tpot_s is not None
-        and theory.deciding.tpot_s[theory.r - 1] > settings.max_tpot_s
-    ):
-        warnings.append(
-            f"r = {theory.r} was given but needs {theory.deciding.tpot_s[theory.r - 1]:.4g} s per "
-            f"output token, above max_tpot_s = {settings.max_tpot_s:g}"
-        )
-    if theory.calibration is None and settings.num_layers is None:
-        warnings.append(
-            "num_layers is not given: tokens per second and TPOT are those of one layer "
-            "(set attention_ffn.num_layers)"
-        )
-    warnings += calibration_warnings(theory)
-    return warnings
-
-
-def kv_warning(theory: Theory, fullest_tokens: float) -> list[str]:
-    """What the twin met where a KV capacity is set: its workers do not run out of memory.
-
-    Args:
-        theory: Gives capacity and microbatches.
-        fullest_tokens: Largest load of one worker in one microbatch during the simulation.
-    """
-    capacity = theory.limits.kv_capacity_tokens
-    if capacity is None:
-        return []
-    held = theory.bundle.microbatches * fullest_tokens
-    verdict = "above it, without preempting" if held > capacity else "within it"
-    return [
-        f"kv_capacity_tokens = {capacity:,} limits B; simulated workers do not enforce it: the "
-        f"fullest held up to {held:,.0f} tokens, {verdict}"
-    ]
-
-
-def calibration_warnings(theory: Theory) -> list[str]:
-    """Loads and batches of this run that the calibration never saw."""
-    from models.calibration import outside_range
-
-    calibration = theory.calibration
-    if calibration is None:
-        return []
-    batch = theory.bundle.batch_per_worker
-    spread = 3.0 * theory.moments.nu_tokens * math.sqrt(batch)
-    mean = batch * theory.moments.theta_tokens
-    asked = {
-        "attention": np.asarray([max(0.0, mean - spread), mean + spread]),
-        "ffn": np.asarray([float(theory.r * batch)]),
-    }
-    found = []
-    for stage, values in asked.items():
-        share = outside_range(calibration, stage, values)
-        if share is None:
-            found.append(f"{calibration.name}: no calibrated range known for {stage}")
-        elif share > 0:
-            found.append(
-                f"{calibration.name}: {stage} is used outside its calibrated range "
-                f"(this run: {_span(values)} tokens)"
-            )
-    return found
-
-
-def _span(values: NDArray[np.float64]) -> str:
-    low, high = f"{values.min():,.0f}", f"{values.max():,.0f}"
-    return low if low == high else f"{low} to {high}"

@@ -166,3 +166,62 @@ def test_no_other_ratio_in_range_is_better(
     x = predict(law, bundle, range(1, 33), level="gaussian").throughput_per_instance
     assert x[order.attention_per_ffn - 1] == x.max()
     assert order.throughput_per_instance == x.max()
+
+
+SECONDS = LatencyCoefficients(
+    alpha_attention=1.65e-9,
+    beta_attention=50e-6,
+    alpha_ffn=83e-9,
+    beta_ffn=100e-6,
+    alpha_communication=22e-9,
+    beta_communication=20e-6,
+)
+DEEP = replace(BUNDLE, coefficients=SECONDS, num_layers=61)
+
+
+def test_a_time_per_token_limit_that_keeps_the_batch_small_is_named():
+    policy = Provisioning("gaussian")
+    limits = ProvisioningLimits(r_max=16, max_tpot_s=0.02)
+    tight = policy.decide(LAW, DEEP, limits, choose_batch=True, now=0.0)
+    assert "max_tpot_s" in tight.binding
+    more = replace(DEEP, batch_per_worker=round(1.2 * tight.batch_per_worker))
+    better = predict(LAW, more, range(1, 17), level="gaussian").throughput_per_instance.max()
+    assert better > tight.throughput_per_instance
+    full = replace(limits, max_tpot_s=10.0, kv_capacity_tokens=150_000)
+    order = policy.decide(LAW, DEEP, full, choose_batch=True, now=0.0)
+    assert order.binding == ("kv_capacity_tokens",)
+
+
+@pytest.mark.parametrize("r", [2, 40])
+def test_the_batch_size_is_the_best_one_for_a_given_ratio_within_the_limit(r):
+    limits = ProvisioningLimits(r_max=64, max_tpot_s=0.02)
+    order = Provisioning("gaussian").decide(
+        LAW, DEEP, limits, choose_batch=True, given_r=r, now=0.0
+    )
+    value = {}
+    for batch in {
+        *range(1, 600, 9),
+        *range(order.batch_per_worker - 3, order.batch_per_worker + 4),
+    }:
+        found = predict(LAW, replace(DEEP, batch_per_worker=batch), [r], level="gaussian")
+        if found.tpot_s[0] <= limits.max_tpot_s:
+            value[batch] = found.throughput_per_instance[0]
+    assert value[order.batch_per_worker] >= (1 - 2e-3) * max(value.values())
+
+
+def test_a_given_ratio_that_no_batch_size_makes_fast_enough_is_infeasible():
+    limits = ProvisioningLimits(r_max=16, max_tpot_s=0.0065)
+    Provisioning("gaussian").decide(LAW, DEEP, limits, choose_batch=True, now=0.0)
+    with pytest.raises(InfeasibleError, match=r"by any batch_per_worker: .* r = 512 needs"):
+        Provisioning("gaussian").decide(LAW, DEEP, limits, choose_batch=True, given_r=512, now=0.0)
+
+
+def test_an_answer_that_a_higher_load_would_push_over_the_limit_says_so():
+    few = LengthPairs.from_requests(*LAW.sample(np.random.default_rng(3), 200))
+    free = Provisioning().decide(few, DEEP, NO_LIMITS, now=0.0)
+    assert not free.misses_limit_high
+    at_the_edge = replace(NO_LIMITS, max_tpot_s=1.0001 * free.tpot_s)
+    order = Provisioning().decide(few, DEEP, at_the_edge, now=0.0)
+    assert order.attention_per_ffn == free.attention_per_ffn
+    assert order.misses_limit_high
+    assert order.r_high <= order.attention_per_ffn or order.regret_high == 0.0
