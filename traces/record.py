@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
+import errno
 import hashlib
 import json
 import os
 import shutil
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -50,11 +52,14 @@ def check_writable(path: str | Path) -> None:
         RunDirectoryError: If the path exists already or no directory can be made there.
     """
     target = Path(path)
-    if target.exists() or target.is_symlink():
-        raise RunDirectoryError(f"{target}: exists already; choose another --out or remove it")
-    parent = target.absolute().parent
-    while not parent.exists():
-        parent = parent.parent
+    try:
+        if target.exists() or target.is_symlink():
+            raise RunDirectoryError(f"{target}: exists already; choose another --out or remove it")
+        parent = target.absolute().parent
+        while not parent.exists():
+            parent = parent.parent
+    except OSError as error:  # the name is too long, or a folder above must not be looked into
+        raise RunDirectoryError(f"{target}: cannot be made: {error.strerror}") from error
     if not parent.is_dir() or not os.access(parent, os.W_OK):
         raise RunDirectoryError(f"{target}: cannot be made: {parent} is not a writable directory")
 
@@ -67,14 +72,47 @@ def write_run(path: str | Path, record: RunRecord) -> None:
     """
     target = Path(path)
     check_writable(target)
-    partial = target.with_name(f".{target.name}.partial-{os.getpid()}")
+    with _written_beside(target, record) as partial:
+        partial.rename(target)
+
+
+def write_numbered_run(parent: str | Path, name: str, record: RunRecord) -> Path:
+    """Write the run directory as the first ``parent/name-NNN`` that is free when it is complete.
+
+    Of several runs that end at the same time each gets a number of its own.
+
+    Returns:
+        Where it was written.
+
+    Raises:
+        RunDirectoryError: If the disk refuses; nothing is left behind.
+    """
+    target = next_run_path(parent, name)
+    check_writable(target)
+    with _written_beside(target, record) as partial:
+        while True:
+            try:
+                partial.rename(target)
+                return target
+            except OSError as error:
+                if error.errno not in (errno.EEXIST, errno.ENOTEMPTY, errno.ENOTDIR):
+                    raise
+                target = next_run_path(parent, name)
+
+
+@contextmanager
+def _written_beside(target: Path, record: RunRecord) -> Iterator[Path]:
+    """The complete directory under a temporary name beside ``target``, to be renamed within."""
+    # the target's name is not part of it: that one may be as long as the disk allows
+    digest = hashlib.sha256(target.name.encode(errors="surrogateescape")).hexdigest()[:8]
+    partial = target.with_name(f".partial-{os.getpid()}-{digest}")
     try:
         target.absolute().parent.mkdir(parents=True, exist_ok=True)
         partial.mkdir()
         contents = _contents(record)
         for name, content in contents.items():
             _write_flushed(partial / name, content)
-        partial.rename(target)
+        yield partial
     except OSError as error:
         shutil.rmtree(partial, ignore_errors=True)
         raise RunDirectoryError(f"{target}: cannot be written: {error.strerror}") from error
@@ -87,7 +125,7 @@ def next_run_path(parent: str | Path, name: str) -> Path:
     """The first free ``parent/name-NNN``."""
     folder = Path(parent)
     number = 1
-    while (folder / f"{name}-{number:03d}").exists():
+    while os.path.lexists(folder / f"{name}-{number:03d}"):
         number += 1
     return folder / f"{name}-{number:03d}"
 

@@ -10,7 +10,9 @@ import csv
 import gzip
 import io
 import json
+import os
 from collections.abc import Iterator
+from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
@@ -22,6 +24,19 @@ from traces.request import Trace
 ENDINGS = (".csv", ".jsonl", ".csv.gz", ".jsonl.gz")
 
 
+def check_new(path: str | Path) -> None:
+    """Fail before the work, not after it, where a trace could not be written.
+
+    Raises:
+        TraceError: If the ending is not one of ``ENDINGS``, or there is something of that name.
+    """
+    target = Path(path)
+    if not target.name.endswith(ENDINGS):
+        raise TraceError(f"{target}: the name must end in {', '.join(ENDINGS)}")
+    if os.path.lexists(target):
+        raise TraceError(f"{target}: exists already; choose another name or remove it")
+
+
 def write_trace(trace: Trace, path: str | Path) -> tuple[str, ...]:
     """Write a trace; the ending says how: .csv or .jsonl, each perhaps with .gz.
 
@@ -29,20 +44,19 @@ def write_trace(trace: Trace, path: str | Path) -> tuple[str, ...]:
 
     Args:
         trace: What to write.
-        path: Where; an existing file is replaced.
+        path: Where; nothing of that name may exist.
 
     Returns:
         What the chosen form does not carry, one sentence each.
 
     Raises:
-        TraceError: If the ending is another one, or the file cannot be written.
+        TraceError: If the ending is another one, the file exists, or it cannot be written.
     """
     target = Path(path)
-    if not target.name.endswith(ENDINGS):
-        raise TraceError(f"{target}: the name must end in {', '.join(ENDINGS)}")
+    check_new(target)
     is_csv = target.name.endswith((".csv", ".csv.gz"))
     lines = _csv_lines(trace) if is_csv else _json_lines(trace)
-    partial = target.with_name(target.name + ".partial")
+    partial = target.with_name(f".trace-{os.getpid()}.partial")
     try:
         with partial.open("wb") as raw:
             if target.name.endswith(".gz"):
@@ -53,8 +67,10 @@ def write_trace(trace: Trace, path: str | Path) -> tuple[str, ...]:
                 _write(raw, lines)
         partial.replace(target)
     except OSError as error:
-        partial.unlink(missing_ok=True)
         raise TraceError(f"{target}: cannot be written ({error.strerror or error})") from error
+    finally:
+        with suppress(OSError):  # the folder may be no folder
+            partial.unlink(missing_ok=True)
     if trace.block_ids is None:
         return ()
     if is_csv:

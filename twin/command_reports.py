@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import TYPE_CHECKING, Any
 
 from rich.console import Console
@@ -14,55 +14,94 @@ from twin.report import count, duration, new_table, percent, print_warnings, rat
 if TYPE_CHECKING:
     from models.calibration import Calibration
 
+_Cell = Callable[[Mapping[str, Any]], str]
+
 
 def print_sweep(rows: Sequence[Mapping[str, Any]], keys: Sequence[str], console: Console) -> None:
-    """One line a finished point of a sweep."""
-    fixed = [name for name in ("r", "batch_per_worker") if f"attention_ffn.{name}" not in keys]
-    is_open_loop = any(row["completed"] != "" for row in rows)
-    measured = (
-        ("TTFT p99", "TPOT", "goodput", "unfinished")
-        if is_open_loop
-        else ("theory", "twin, tokens/s", "TPOT", "A idle", "F idle")
-    )
+    """One line a finished point of a sweep; why a point has no answer stands below the table."""
+    fixed = {
+        name: title
+        for name, title in (("r", "r"), ("batch_per_worker", "B"))
+        if f"attention_ffn.{name}" not in keys
+    }
+    answered = [row for row in rows if not _reason(row)]
+    measured: dict[str, _Cell] = {}
+    if any(not _is_open_loop(row) for row in answered):
+        has_faults = any(row["fault_change"] is not None for row in answered)
+        measured.update(_FAULT_CELLS if has_faults else _SATURATED_CELLS)
+    if any(_is_open_loop(row) for row in answered):
+        measured.update(_OPEN_LOOP_CELLS)
     table = new_table(
         "Sweep",
         not console.is_terminal,
         *(key.split(".")[-1] for key in keys),
-        *({"r": "r", "batch_per_worker": "B"}[name] for name in fixed),
+        *fixed.values(),
         *measured,
     )
     for row in rows:
-        settings = [str(row[key]) for key in keys]
-        if row["infeasible"]:
-            settings += ["-"] * (len(fixed) + len(measured) - 1)
-            table.add_row(*settings, Text(str(row["infeasible"]), style="yellow"))
-            continue
-        cells = _latency_cells(row) if is_open_loop else _throughput_cells(row)
-        table.add_row(*settings, *(str(row[name]) for name in fixed), *cells)
+        has_answer = not _reason(row)
+        table.add_row(
+            *(_setting(row[key]) for key in keys),
+            *(str(row[name]) if has_answer else "-" for name in fixed),
+            *(cell(row) if has_answer else "-" for cell in measured.values()),
+        )
     console.print(table)
-
-
-def _throughput_cells(row: Mapping[str, Any]) -> list[str]:
-    twin = {
-        "mean": row["tokens_per_s_per_instance"],
-        "half_width": row["tokens_per_s_half_width"],
-    }
-    return [
-        rate(row["predicted_tokens_per_s_per_instance"]),
-        with_interval(twin),
-        duration(row["tpot_s"]),
-        percent(row["attention_idle"], 1),
-        percent(row["ffn_idle"], 1),
+    notes = [
+        f"{', '.join(f'{key} = {_setting(row[key])}' for key in keys)}: {_reason(row)}"
+        for row in rows
+        if _reason(row)
     ]
+    print_warnings(notes, console)
 
 
-def _latency_cells(row: Mapping[str, Any]) -> list[str]:
-    return [
-        duration(row["ttft_p99_s"], 3) if row["ttft_p99_s"] != "" else "-",
-        duration(row["tpot_mean_s"], 3) if row["tpot_mean_s"] != "" else "-",
-        percent(row["goodput_share"], 1) if row["goodput_share"] != "" else "-",
-        count(row["unfinished"]),
-    ]
+def _reason(row: Mapping[str, Any]) -> str | None:
+    """Why the point has no answer."""
+    reason: str | None = row["infeasible"] or row["error"]
+    return reason
+
+
+def _is_open_loop(row: Mapping[str, Any]) -> bool:
+    return row["completed"] is not None
+
+
+def _setting(value: Any) -> str:
+    return str(value).lower() if isinstance(value, bool) else str(value)
+
+
+def _throughput(prefix: str = "") -> _Cell:
+    def cell(row: Mapping[str, Any]) -> str:
+        mean = row[f"{prefix}tokens_per_s_per_instance"]
+        half = row[f"{prefix}tokens_per_s_half_width"]
+        return "-" if mean is None else with_interval({"mean": mean, "half_width": half})
+
+    return cell
+
+
+def _change(row: Mapping[str, Any]) -> str:
+    return percent(row["fault_change"], 1)
+
+
+# title -> cell; what is simulated follows "twin"
+_SATURATED_CELLS: dict[str, _Cell] = {
+    "theory": lambda row: rate(row["predicted_tokens_per_s_per_instance"]),
+    "twin, tokens/s": _throughput(),
+    "TPOT": lambda row: duration(row["tpot_s"]),
+    "A idle": lambda row: percent(row["attention_idle"], 1),
+    "F idle": lambda row: percent(row["ffn_idle"], 1),
+}
+_FAULT_CELLS: dict[str, _Cell] = {
+    "theory": _SATURATED_CELLS["theory"],
+    "twin, healthy": _throughput("healthy_"),
+    "with faults, tokens/s": _throughput(),
+    "change": _change,
+    **{name: _SATURATED_CELLS[name] for name in ("TPOT", "A idle", "F idle")},
+}
+_OPEN_LOOP_CELLS: dict[str, _Cell] = {
+    "TTFT p99": lambda row: duration(row["ttft_p99_s"], 3),
+    "mean TPOT": lambda row: duration(row["tpot_mean_s"], 3),
+    "goodput": lambda row: percent(row["goodput_share"], 1),
+    "unfinished": lambda row: count(row["unfinished"]),
+}
 
 
 def print_validation(rows: Sequence[Mapping[str, Any]], console: Console) -> None:

@@ -13,6 +13,7 @@ from traces.decisions import DecisionLog
 from traces.record import Columns
 from twin.environment import commit, versions
 from twin.faults import require_fits
+from twin.input_checksums import input_checksums
 from twin.kernel import is_available
 from twin.open_loop_experiment import run_open_loop
 from twin.saturated_run import SaturatedRun
@@ -87,6 +88,7 @@ def run_experiment(
         "seed": scenario.run.seed,
         "versions": versions(),
         "commit": commit(),
+        "inputs": input_checksums(scenario),
         **theory_summary(theory),
     }
     if scenario.run.mode == "open_loop":

@@ -3,9 +3,10 @@
 from __future__ import annotations
 
 import json
+import os
 import sys
 from collections.abc import Iterator, Mapping
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
 
@@ -150,9 +151,10 @@ def convert(
     block_tokens: BlockTokensOption = None,
 ) -> None:
     """Write a trace in plain columns: arrival_s, prompt_tokens, output_tokens and what there is."""
-    from traces.writer import write_trace
+    from traces.writer import check_new, write_trace
 
     with input_errors():
+        check_new(target)
         options = read_options(format_name, columns, time_unit, skip_bad_rows, block_tokens)
         trace = read_file(source, options)
         _say_written(trace, target, (*write_trace(trace, target), *_skipped(trace)))
@@ -189,10 +191,11 @@ def generate(
     Example: twin trace generate t.csv --lengths geometric:prompt_tokens=100,mean_output_tokens=500
     --arrivals gamma:rate_per_s=5,cv=2
     """
-    from traces.writer import write_trace
+    from traces.writer import check_new, write_trace
     from twin.trace_generation import generate_trace
 
     with input_errors():
+        check_new(target)
         trace = generate_trace(lengths, arrivals, num_requests=num_requests, seed=seed)
         _say_written(trace, target, write_trace(trace, target))
 
@@ -218,10 +221,11 @@ def servegen(
     seed: SeedOption = 1,
 ) -> None:
     """Draw a trace from ServeGen client statistics, client by client."""
-    from traces.writer import write_trace
+    from traces.writer import check_new, write_trace
     from twin.trace_generation import servegen_trace
 
     with input_errors():
+        check_new(target)
         trace = servegen_trace(
             source,
             seed=seed,
@@ -247,12 +251,27 @@ def _picture_folders(files: list[Path], out: Path | None) -> list[Path | None]:
     if out.exists() and not out.is_dir():
         raise TraceError(f"{out}: --out must be a folder, found a file")
     if len(files) == 1:
-        return [out]
-    names: list[str] = []
-    for file in files:
-        stem = file.name.split(".")[0]
-        names.append(stem if stem not in names else f"{stem}-{len(names) + 1}")
-    return [out / name for name in names]
+        folders = [out]
+    else:
+        names: list[str] = []
+        for file in files:
+            stem = file.name.split(".")[0]
+            names.append(stem if stem not in names else f"{stem}-{len(names) + 1}")
+        folders = [out / name for name in names]
+    for folder in folders:
+        _require_no_pictures(folder)
+    return list(folders)
+
+
+def _require_no_pictures(folder: Path) -> None:
+    from traces.errors import TraceError
+    from twin.trace_plots import PICTURES
+
+    for name in (*PICTURES, "stats.json"):
+        if os.path.lexists(folder / name):
+            raise TraceError(
+                f"{folder / name}: exists already; choose another --out folder or remove it"
+            )
 
 
 def _write_pictures(trace: Trace, statistics: Mapping[str, object], folder: Path) -> None:
@@ -261,14 +280,19 @@ def _write_pictures(trace: Trace, statistics: Mapping[str, object], folder: Path
 
     pictures = draw_trace(trace)
     pictures["stats.json"] = (json.dumps(statistics, indent=2, allow_nan=False) + "\n").encode()
+    partials = {name: folder / f".{name}.partial-{os.getpid()}" for name in pictures}
     try:
         folder.mkdir(parents=True, exist_ok=True)
         for name, content in pictures.items():
-            partial = folder / f"{name}.partial"
-            partial.write_bytes(content)
+            partials[name].write_bytes(content)
+        for name, partial in partials.items():
             partial.replace(folder / name)
     except OSError as error:
         raise TraceError(f"{folder}: cannot be written ({error.strerror or error})") from error
+    finally:
+        for partial in partials.values():
+            with suppress(OSError):
+                partial.unlink(missing_ok=True)
 
 
 def _say_written(trace: Trace, target: Path, remarks: tuple[str, ...]) -> None:

@@ -16,6 +16,7 @@ if TYPE_CHECKING:
 
 PROMPT, OUTPUT, NEUTRAL = "#1f4e8c", "#b5651d", "#4a5560"
 SHORTEST_SHOWN_S = 1e-4
+PICTURES = ("lengths.png", "joint.png", "arrivals.png", "latencies.png")
 NUM_WINDOWS = 120  # a picture shows the arrivals of about this many windows
 _ROUND_WINDOWS_S = (0.1, 0.5, 1, 5, 10, 30, 60, 300, 600, 1800, 3600, 21600, 86400)
 

@@ -2,6 +2,7 @@
 
 import gzip
 import json
+from pathlib import Path
 
 import numpy as np
 import pytest
@@ -14,6 +15,7 @@ from traces.record import (
     check_writable,
     next_run_path,
     read_run,
+    write_numbered_run,
     write_run,
 )
 
@@ -67,6 +69,38 @@ def test_run_paths_are_numbered(tmp_path):
     assert next_run_path(tmp_path, "x").name == "x-001"
     (tmp_path / "x-001").mkdir()
     assert next_run_path(tmp_path, "x").name == "x-002"
+    (tmp_path / "x-002").symlink_to(tmp_path / "absent")
+    assert next_run_path(tmp_path, "x").name == "x-003"
+
+
+def test_a_number_that_is_taken_while_the_run_is_written_gives_way_to_the_next(
+    tmp_path, monkeypatch
+):
+    rename = Path.rename
+
+    def late(partial, target):
+        if not (tmp_path / "x-001").exists():  # another run is a moment earlier
+            (tmp_path / "x-001").mkdir()
+            (tmp_path / "x-001" / "run.json").write_text("{}")
+        return rename(partial, target)
+
+    monkeypatch.setattr(Path, "rename", late)
+    assert write_numbered_run(tmp_path, "x", record()) == tmp_path / "x-002"
+    assert sorted(path.name for path in tmp_path.iterdir()) == ["x-001", "x-002"]
+    assert (tmp_path / "x-001" / "run.json").read_text() == "{}"
+    assert read_run(tmp_path / "x-002").files == {"report.txt": b"hello\n"}
+
+
+def test_a_name_that_is_too_long_is_refused_before_the_run(tmp_path):
+    with pytest.raises(RunDirectoryError, match="cannot be made: File name too long"):
+        check_writable(tmp_path / ("x" * 300))
+
+
+def test_the_longest_name_that_passes_the_check_can_be_written(tmp_path):
+    target = tmp_path / ("x" * 255)
+    check_writable(target)
+    write_run(target, record())
+    assert read_run(target).summary["seed"] == 1
 
 
 @pytest.mark.parametrize("damage", ["flip", "remove", "version", "json"])

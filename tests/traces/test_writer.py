@@ -114,3 +114,18 @@ def test_a_folder_that_is_absent_is_named_and_nothing_is_left(tmp_path: Path) ->
     with pytest.raises(TraceError, match=r"t.csv: cannot be written \(No such file"):
         write_trace(full_trace(), tmp_path / "absent" / "t.csv")
     assert list(tmp_path.iterdir()) == []
+
+
+def test_an_existing_file_is_never_replaced(tmp_path: Path) -> None:
+    target = tmp_path / "t.csv"
+    target.write_text("mine")
+    with pytest.raises(TraceError, match=r"t\.csv: exists already; choose another name"):
+        write_trace(full_trace(), target)
+    assert target.read_text() == "mine"
+    assert list(tmp_path.iterdir()) == [target]
+
+
+def test_a_name_that_is_too_long_is_refused(tmp_path: Path) -> None:
+    with pytest.raises(TraceError, match="File name too long"):
+        write_trace(full_trace(), tmp_path / ("x" * 300 + ".csv"))
+    assert list(tmp_path.iterdir()) == []

@@ -1,3 +1,4 @@
+import errno
 import gzip
 import hashlib
 import http.server
@@ -12,6 +13,7 @@ from typer.testing import CliRunner, Result
 
 from traces.readers import read_trace
 from twin.trace_commands import trace_app
+from twin.trace_plots import PICTURES, draw_trace
 
 AZURE = "azure-llm-2023-conv/AzureLLMInferenceTrace_conv.csv.gz"
 MOONCAKE = "mooncake-arxiv-1000/mooncake_trace_1000.jsonl"
@@ -106,7 +108,7 @@ def test_traces_of_few_or_equal_requests_can_be_described_and_drawn(
     assert twin_trace("stats", path, "--out", tmp_path / "out").exit_code == 0
     same = "".join(f"3,{row}\n" for row in rows.split())
     path.write_text("arrival_s,prompt_tokens,output_tokens\n" + same)
-    assert twin_trace("stats", path, "--out", tmp_path / "out").exit_code == 0
+    assert twin_trace("stats", path, "--out", tmp_path / "same").exit_code == 0
 
 
 def test_columns_can_be_named_by_role(tmp_path: Path) -> None:
@@ -171,6 +173,47 @@ def test_convert_to_an_unknown_ending_ends_with_code_2(small: Path, tmp_path: Pa
     assert "must end in" in fails_with_one_message(twin_trace("convert", small, tmp_path / "t.txt"))
 
 
+@pytest.mark.parametrize("command", ["convert", "generate", "servegen"])
+def test_an_existing_file_is_not_overwritten(small: Path, command: str) -> None:
+    source = {"convert": [small], "generate": [], "servegen": [small.parent]}[command]
+    message = fails_with_one_message(twin_trace(command, *source, small))
+    assert "small.csv: exists already; choose another name or remove it" in message
+    assert small.read_text() == CSV
+    assert list(small.parent.iterdir()) == [small]
+
+
+def test_pictures_do_not_replace_files(small: Path, tmp_path: Path) -> None:
+    out = tmp_path / "out"
+    out.mkdir()
+    (out / "joint.png").write_text("mine")
+    message = fails_with_one_message(twin_trace("stats", small, "--out", out))
+    assert "joint.png: exists already; choose another --out folder or remove it" in message
+    assert [path.name for path in out.iterdir()] == ["joint.png"]
+    assert (out / "joint.png").read_text() == "mine"
+
+
+def test_a_disk_that_fills_while_pictures_are_written_leaves_no_partial_file(
+    small: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    write_bytes = Path.write_bytes
+
+    def full(path: Path, content: bytes) -> int:
+        if "arrivals" not in path.name:
+            return write_bytes(path, content)
+        write_bytes(path, content[:10])
+        raise OSError(errno.ENOSPC, "No space left on device")
+
+    monkeypatch.setattr(Path, "write_bytes", full)
+    message = fails_with_one_message(twin_trace("stats", small, "--out", tmp_path / "out"))
+    assert "No space left on device" in message
+    assert list((tmp_path / "out").iterdir()) == []
+
+
+def test_the_names_of_pictures_are_those_that_are_drawn(data_file) -> None:
+    measured = read_trace(data_file("vllm-bench-rtxpro6000-llama-3.1-8b/requests.jsonl"))
+    assert set(draw_trace(measured)) <= set(PICTURES)
+
+
 def test_generate_draws_from_the_bundled_workload(tmp_path: Path) -> None:
     target = tmp_path / "t.csv"
     result = twin_trace("generate", target, "--num-requests", 19_366)
@@ -228,6 +271,9 @@ def test_arrivals_and_lengths_are_drawn_from_streams_of_their_own(tmp_path: Path
         ("--lengths", "fixed:prompt_tokens=nan,output_tokens=1", "prompt_tokens must be a whole"),
         ("--lengths", "geometric:prompt_tokens=1,mean_output_tokens=inf", "mean_output_tokens"),
         ("--lengths", "azure-2023-conversation:scale=2", "takes no values; found 'scale'"),
+        ("--lengths", "fixed:prompt_tokens=99999999999,output_tokens=1", "at most 2,147,483,647"),
+        ("--lengths", "fixed:prompt_tokens=1e30,output_tokens=1", "too large"),
+        ("--arrivals", "poisson:rate_per_s=1e-300", "at most 1e+09 s"),
         ("--arrivals", "weekly", "arrivals: must be one of poisson"),
         ("--arrivals", "poisson:rate_per_s=-1", "rate_per_s must be finite and > 0, found -1"),
         ("--arrivals", "azure-2023-conversation:rate_scale=0", "rate_scale must be finite and > 0"),
