@@ -19,7 +19,8 @@ from twin.open_loop_experiment import run_open_loop
 from twin.saturated_run import SaturatedRun
 from twin.simulation import Simulator, fault_events, simulated_ratios
 from twin.stages import StageInterval
-from twin.theory import Theory, kv_warning, solve_theory, theory_summary
+from twin.theory import Theory, solve_theory, theory_summary
+from twin.theory_warnings import kv_warning
 from twin.workload import ResolvedWorkload, resolve_workload
 
 OnProgress = Callable[[str, int, int], None]
