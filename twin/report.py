@@ -99,7 +99,7 @@ def with_interval(estimate: Mapping[str, Any] | None, scale: float = 1.0) -> str
     mean, half = scale * estimate["mean"], estimate["half_width"]
     if half is None:
         return rate(mean)
-    spread = scale * half
+    spread = scale * half if half > 1e-9 * abs(estimate["mean"]) else 0.0  # else it is rounding
     return f"{rate(mean)} ± {spread:,.0f}" if spread >= 99.5 else f"{rate(mean)} ± {spread:.2g}"
 
 
@@ -225,9 +225,12 @@ def headline(best: Mapping[str, Any]) -> str:
     """Why the ratio in use is what it is: the rest of the sentence "r = ..."."""
     if best["is_given"]:
         if best["r"] == best["best_r"]:
-            return "was given, and is the best ratio"
+            return f"was given, and is the best ratio for B = {best['batch_per_worker']}"
         lost = percent(best["regret"])
-        return f"was given and loses {lost} of throughput; the best is r = {best['best_r']}"
+        return (
+            f"was given and loses {lost} of throughput; the best for B = "
+            f"{best['batch_per_worker']} is r = {best['best_r']}"
+        )
     return f"is the best ratio by the {LEVEL_NAMES[best['level']]} level"
 
 

@@ -17,7 +17,7 @@ from traces.decisions import DecisionLog
 from twin.comparisons import not_worse_than_best
 from twin.experiment import run_experiment
 from twin.replay import replay_log
-from twin.report import levels_table, percent, print_report
+from twin.report import headline, how_sure, levels_table, percent, print_report, with_interval
 from twin.simulation import Simulator, simulated_ratios
 from twin.theory import Theory, solve_theory, theory_summary
 from twin.workload import resolve_workload
@@ -159,6 +159,24 @@ def test_a_log_from_before_ratios_could_be_given_still_replays(tmp_path: Any) ->
     assert replay_log(path).difference is None
 
 
+def test_an_answer_that_may_miss_its_limit_is_not_called_safe() -> None:
+    solved = theory({"batch_per_worker": 64, "r_max": 16})
+    safe = theory_summary(solved)["recommendation"] | {"is_sampled": True}
+    assert not safe["misses_limit_high"]
+    assert "sampling error does not move it" in how_sure(safe)
+    for r_low in (safe["r_high"], safe["r_high"] - 3):
+        text = how_sure(safe | {"misses_limit_high": True, "r_low": r_low})
+        assert f"at + 2 se r = {safe['best_r']} would miss max_tpot_s" in text
+        assert "does not move it" not in text
+        assert "regret at most" not in text
+
+
+def test_a_given_ratio_is_judged_at_its_own_batch_size() -> None:
+    solved = theory({"batch_per_worker": "auto", "r": 4, "max_tpot_s": 0.02, "r_max": 16})
+    text = headline(theory_summary(solved)["recommendation"])
+    assert f"for B = {solved.bundle.batch_per_worker}" in text
+
+
 # --- what a reader is told ----------------------------------------------------------------------
 
 
@@ -178,6 +196,7 @@ def test_a_routing_that_theory_does_not_assume_is_shown_and_explained() -> None:
 def test_what_rounds_to_nothing_has_no_minus() -> None:
     assert percent(-1e-7, 1) == "0.0 %"
     assert percent(-0.0119, 1) == "-1.2 %"
+    assert with_interval({"mean": 1121.0, "half_width": 2.4e-13}) == "1,121 ± 0"
 
 
 def test_a_calibration_that_fits_badly_is_not_used_silently(tmp_path: Any) -> None:
