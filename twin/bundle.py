@@ -17,7 +17,7 @@ from twin.clock import cyclic_collector_off
 from twin.cycle_log import CycleLog, RawCycles, sample_stride
 from twin.fault_effects import FaultEffects
 from twin.faults import Fault, require_fits
-from twin.kernel import is_available, knows_routing, run_compiled
+from twin.kernel import knows_routing, missing_because, run_compiled
 from twin.pingpong_cycles import PingPongCycles
 from twin.request_stream import RequestLaw
 from twin.saturated_case import SaturatedCase, Start
@@ -165,13 +165,14 @@ def _choose_engine(engine: Engine, case: SaturatedCase) -> tuple[EngineUsed, str
     if not knows_routing(case.routing):
         _require(engine == "auto", "engine must be 'simpy' or 'auto' with this routing", engine)
         return "simpy", "Ran on SimPy's clock: the compiled loops do not know this routing policy."
-    if not is_available():
+    missing = missing_because()
+    if missing is not None:
         _require(
             engine == "auto",
-            "engine 'compiled' needs numba (pip install 'serving-twin[fast]')",
+            f"engine 'compiled' needs numba (pip install 'serving-twin[fast]'): {missing}",
             engine,
         )
-        return "simpy", "Ran on SimPy's clock: numba is not installed."
+        return "simpy", f"Ran on SimPy's clock: {missing}."
     return "compiled", "Ran in the compiled loops, which give SimPy's numbers to the last bit."
 
 

@@ -41,7 +41,7 @@ def print_sweep(rows: Sequence[Mapping[str, Any]], keys: Sequence[str], console:
     for row in rows:
         has_answer = not _reason(row)
         table.add_row(
-            *(_setting(row[key]) for key in keys),
+            *(Text(_setting(row[key])) for key in keys),
             *(str(row[name]) if has_answer else "-" for name in fixed),
             *(cell(row) if has_answer else "-" for cell in measured.values()),
         )

@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import importlib
 import importlib.util
 from collections.abc import Callable
+from functools import cache
 from types import ModuleType
 
 import numpy as np
@@ -18,9 +20,21 @@ from twin.slots import InService
 _CODES = ("random", "round_robin", "least_token_load", "power_of_two")
 
 
+@cache
+def missing_because() -> str | None:
+    """Why there are no compiled loops here, or None where there are. Tried once."""
+    if importlib.util.find_spec("numba") is None:
+        return "numba is not installed"
+    try:
+        importlib.import_module("numba")
+    except Exception as error:  # whatever a broken or mismatched installation raises
+        return f"numba cannot be imported ({' '.join(str(error).split())[:120]})"
+    return None
+
+
 def is_available() -> bool:
-    """Whether numba is installed."""
-    return importlib.util.find_spec("numba") is not None
+    """Whether numba is installed and can be imported."""
+    return missing_because() is None
 
 
 def knows_routing(routing: str | RoutingPolicy) -> bool:

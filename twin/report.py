@@ -106,7 +106,7 @@ def with_interval(estimate: Mapping[str, Any] | None, scale: float = 1.0) -> str
 def new_table(title: str, plain: bool, *columns: str) -> Table:
     """An empty table: rounded on a terminal, ASCII in a pipe; first column left, others right."""
     table = Table(
-        title=title,
+        title=Text(title, style="bold"),  # a name may hold brackets
         title_justify="left",
         title_style="bold",
         box=box.ASCII2 if plain else box.ROUNDED,

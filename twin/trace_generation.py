@@ -14,6 +14,7 @@ from models.streams import stream
 from traces import arrivals, length_laws
 from traces.errors import TraceError
 from traces.lengths import LengthPairs
+from traces.readers.rules import LARGEST_TOKENS
 from traces.request import Trace
 from traces.servegen import generate_servegen
 from traces.workloads import BUNDLED, bundled_arrivals, bundled_lengths
@@ -31,6 +32,7 @@ PROCESSES: Mapping[str, Callable[..., NDArray[np.float64]]] = {
     "gamma": arrivals.gamma,
     "on_off": arrivals.on_off,
 }
+LATEST_ARRIVAL_S = 1e9  # 31 years
 _GIVEN = ("rng", "num_requests")  # by the caller, not by the text
 
 
@@ -59,8 +61,14 @@ def generate_trace(lengths_text: str, arrivals_text: str, *, num_requests: int, 
         arrival_s = _arrivals(process_name, process_values, seed, num_requests)
     except GenerationError:
         raise
-    except ValueError as error:
+    except (ValueError, OverflowError) as error:
         raise GenerationError(f"{lengths_text}, {arrivals_text}: {error}") from error
+    _require_readable(lengths_text, prompts, outputs)
+    latest_s = float(arrival_s[-1] - arrival_s[0])
+    if not latest_s <= LATEST_ARRIVAL_S:
+        raise GenerationError(
+            f"arrivals: {arrivals_text} reaches {latest_s:g} s; at most {LATEST_ARRIVAL_S:g} s"
+        )
     return Trace(
         name="generated",
         source=f"lengths {lengths_text}, arrivals {arrivals_text}, seed {seed}",
@@ -69,6 +77,15 @@ def generate_trace(lengths_text: str, arrivals_text: str, *, num_requests: int, 
         prompt_tokens=np.maximum(prompts, 1),
         output_tokens=outputs,
     )
+
+
+def _require_readable(text: str, *columns: NDArray[np.int64]) -> None:
+    """What is written must be read back: the readers' limit of a token count."""
+    largest = max(int(column.max()) for column in columns)
+    if largest > LARGEST_TOKENS:
+        raise GenerationError(
+            f"lengths: {text} gives {largest:,} tokens; at most {LARGEST_TOKENS:,}"
+        )
 
 
 def servegen_trace(

@@ -400,3 +400,41 @@ def test_output_in_a_pipe_is_plain_text(tmp_path):
     )
     assert b"\x1b" not in done.stdout
     assert max(len(line) for line in done.stdout.decode().splitlines()) <= 100
+
+
+def test_a_sweep_of_open_loop_runs_needs_no_settings_of_saturated_ones(twin):
+    code, out, _ = twin(
+        *("sweep", "--over", "attention_ffn.r=1..2", "--jobs", "1", "--json"),
+        *("--set", "run.mode=open_loop", "--set", "workload.num_requests=40"),
+        *("--set", "attention_ffn.batch_per_worker=16"),
+    )
+    assert code == 0
+    assert [row["completed"] for row in json.loads(out)["rows"]] == [160, 160]
+
+
+def test_arrivals_years_apart_are_served(twin):
+    code, out, _ = twin(
+        *("run", "--out", "here", "--no-plots", "--json", "--set", "run.mode=open_loop"),
+        *("--set", "workload.num_requests=20", "--set", "run.replications=1"),
+        *("--set", "workload.arrivals={kind='poisson',rate_per_s=1e-6}"),
+        *("--set", "attention_ffn.batch_per_worker=4", "--set", "attention_ffn.r=1"),
+    )
+    assert (code, json.loads(out)["open_loop"]["completed"]) == (0, 20)
+
+
+def test_tables_of_sweeps_and_calibrations_show_brackets(twin, tmp_path):
+    rows = [f"attention,{k}000,,{50 + k}\nffn,,{k}00,{100 + 8 * k}\n" for k in range(1, 6)]
+    (tmp_path / "m.csv").write_text("stage,tokens,batch,us\n" + "".join(rows))
+    code, out, _ = twin("calibrate", "attention-ffn", "m.csv", "--name", "n[/x] y[b]z")
+    assert code == 0
+    assert "Calibration n[/x] y[b]z" in out
+    (tmp_path / "q[").mkdir()
+    for name in ("q[/red].csv", "x[b]y.csv"):
+        (tmp_path / name).write_text(TRACE_HEAD + GOOD_ROW * 40)
+    code, out, _ = twin(
+        *("sweep", "--over", "workload.trace=q[/red].csv,x[b]y.csv", "--out", "s[/b]", *FAST),
+        *("--jobs", "1", "--set", "attention_ffn.batch_per_worker=4"),
+    )
+    assert code == 0
+    assert "q[/red].csv" in out
+    assert "x[b]y.csv" in out

@@ -1,6 +1,8 @@
 """The compiled loops give SimPy's numbers to the last bit."""
 
 import importlib.util
+import sys
+from pathlib import Path
 from typing import Any
 
 import numpy as np
@@ -8,6 +10,7 @@ import pytest
 
 from models.bundle import Bundle, LatencyCoefficients
 from traces.lengths import LengthPairs
+from twin import kernel
 from twin.bundle import simulate_saturated
 
 pytestmark = pytest.mark.skipif(
@@ -105,12 +108,29 @@ def test_the_notes_say_which_engine_ran_and_why() -> None:
 
 def test_without_numba_the_simpy_engine_runs_and_says_so(monkeypatch: pytest.MonkeyPatch) -> None:
     bundle = Bundle(coefficients=COEFFICIENTS, batch_per_worker=2)
-    monkeypatch.setattr("twin.bundle.is_available", lambda: False)
+    monkeypatch.setattr("twin.bundle.missing_because", lambda: "numba is not installed")
     run = simulate_saturated(bundle, 2, WEIGHTED, seed=1, num_cycles=3)
     assert run.engine == "simpy"
     assert "Ran on SimPy's clock: numba is not installed." in run.notes
     with pytest.raises(ValueError, match="engine 'compiled' needs numba"):
         simulate_saturated(bundle, 2, WEIGHTED, seed=1, num_cycles=3, engine="compiled")
+
+
+def test_a_numba_that_cannot_be_imported_counts_as_missing(
+    monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    (tmp_path / "numba.py").write_text("raise SystemError('built for another numpy')\n")
+    monkeypatch.delitem(sys.modules, "numba", raising=False)
+    monkeypatch.syspath_prepend(tmp_path)
+    kernel.missing_because.cache_clear()
+    try:
+        assert not kernel.is_available()
+        bundle = Bundle(coefficients=COEFFICIENTS, batch_per_worker=2)
+        run = simulate_saturated(bundle, 2, WEIGHTED, seed=1, num_cycles=3)
+    finally:
+        kernel.missing_because.cache_clear()
+    assert run.engine == "simpy"
+    assert "numba cannot be imported (built for another numpy)" in " ".join(run.notes)
 
 
 def test_where_machine_code_cannot_be_kept_the_loops_are_compiled_anew() -> None:
