@@ -9,13 +9,20 @@ from collections.abc import Sequence
 from dataclasses import dataclass, field
 from typing import Literal
 
-from models.bundle import Bundle, CommunicationForm, LatencyCoefficients, Semantics
+from models.bundle import (
+    MAX_COEFFICIENT_S,
+    Bundle,
+    CommunicationForm,
+    LatencyCoefficients,
+    Semantics,
+)
 from models.strict_tables import (
     ScenarioError,
     require_at_least_one,
     require_at_most,
     require_not_negative,
     require_positive,
+    require_within,
 )
 from models.workload_settings import Workload
 
@@ -137,6 +144,10 @@ class AttentionFfn:
             max_tpot_s=self.max_tpot_s,
             kv_capacity_tokens=self.kv_capacity_tokens,
         )
+        require_within(
+            table, 1e-6, 1e9, attention_price=self.attention_price, ffn_price=self.ffn_price
+        )
+        require_within(table, 0.0, MAX_COEFFICIENT_S, one_way_s=self.one_way_s)
         if self.kv_capacity_tokens is None and self.kv_safety_z != DEFAULT_KV_SAFETY_Z:
             raise ScenarioError(
                 "[attention_ffn] kv_safety_z: belongs to kv_capacity_tokens, which is not given"
@@ -195,6 +206,8 @@ class FaultSettings:
     def __post_init__(self) -> None:
         require_not_negative("faults", worker=self.worker, start_s=self.start_s)
         require_positive("faults", duration_s=self.duration_s, factor=self.factor, cv=self.cv)
+        require_within("faults", 1e-6, 1e6, factor=self.factor)
+        require_within("faults", 1e-3, 100.0, cv=self.cv)
         needs = {"slow": "factor", "jitter": "cv", "pause": "duration_s"}.get(self.kind)
         if needs is not None and getattr(self, needs) is None:
             raise ScenarioError(f"[[faults]] {needs}: missing; kind = '{self.kind}' needs it")
@@ -280,9 +293,9 @@ class Run:
         )
         require_positive(
             "run",
-            target_relative_error=self.target_relative_error,
             horizon_s=self.horizon_s,
         )
+        require_within("run", 1e-6, 1.0, target_relative_error=self.target_relative_error)
         if not isinstance(self.num_cycles, str):
             if self.num_cycles < 20:
                 raise ScenarioError(
@@ -301,10 +314,7 @@ class Run:
             for value in self.simulate_r:
                 require_at_least_one("run", simulate_r=value)
                 require_at_most("run", 4096, simulate_r=value)
-        if not 0.5 <= self.confidence < 1.0:
-            raise ScenarioError(
-                f"[run] confidence: must lie in [0.5, 1), found {self.confidence!r}"
-            )
+        require_within("run", 0.5, 0.999999, confidence=self.confidence)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -32,11 +32,18 @@ def require_not_negative(table: str, **values: float | int | None) -> None:
             raise ScenarioError(f"[{table}] {name}: must be finite and >= 0, found {value!r}")
 
 
+def require_within(table: str, low: float, high: float, **values: float | None) -> None:
+    """Each given value must lie within ``low``..``high``."""
+    for name, value in values.items():
+        if value is not None and not low <= value <= high:
+            raise ScenarioError(
+                f"[{table}] {name}: must be within {low:g}..{high:g}, found {value!r}"
+            )
+
+
 def require_rates(table: str, **values: float) -> None:
     """Each rate or factor of one must be within 1e-6..1e12, so that clocks resolve what happens."""
-    for name, value in values.items():
-        if not 1e-6 <= value <= 1e12:
-            raise ScenarioError(f"[{table}] {name}: must be within 1e-6..1e12, found {value!r}")
+    require_within(table, 1e-6, 1e12, **values)
 
 
 def require_at_least_one(table: str, **values: int | None) -> None:

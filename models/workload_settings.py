@@ -14,6 +14,7 @@ from models.strict_tables import (
     require_not_negative,
     require_positive,
     require_rates,
+    require_within,
 )
 
 MAX_TOKENS = 2**31 - 1
@@ -149,7 +150,7 @@ class GammaArrivals:
 
     def __post_init__(self) -> None:
         require_rates("workload.arrivals", rate_per_s=self.rate_per_s)
-        require_positive("workload.arrivals", cv=self.cv)
+        require_within("workload.arrivals", 0.0, 1000.0, cv=self.cv)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -164,12 +165,16 @@ class OnOffArrivals:
 
     def __post_init__(self) -> None:
         require_rates("workload.arrivals", on_rate_per_s=self.on_rate_per_s)
-        require_positive(
-            "workload.arrivals",
-            mean_on_s=self.mean_on_s,
-            mean_off_s=self.mean_off_s,
+        require_within("workload.arrivals", 0.0, 1e12, off_rate_per_s=self.off_rate_per_s)
+        require_within(
+            "workload.arrivals", 1e-6, 1e9, mean_on_s=self.mean_on_s, mean_off_s=self.mean_off_s
         )
-        require_not_negative("workload.arrivals", off_rate_per_s=self.off_rate_per_s)
+        a_stay = self.on_rate_per_s * self.mean_on_s + self.off_rate_per_s * self.mean_off_s
+        if a_stay < 1e-3:
+            raise ScenarioError(
+                "[workload.arrivals] mean_on_s: on and off together must bring at least 0.001 "
+                f"requests on average, found {a_stay:g}"
+            )
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

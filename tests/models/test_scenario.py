@@ -62,6 +62,10 @@ OPEN = (
     "workload.arrivals.rate_per_s=3",
 )
 
+PINGPONG = "attention_ffn.semantics=pingpong"
+OPEN_GAMMA = (*OPEN, "workload.arrivals.kind=gamma")
+RARE = "workload.arrivals={kind='on_off',on_rate_per_s=1,mean_on_s=1e-5,mean_off_s=1e9}"
+
 BAD = [
     # (settings, the part of the message that names the place, the part that names the rule)
     (["run.sed=1"], "[run] sed", "did you mean seed?"),
@@ -81,9 +85,9 @@ BAD = [
     (["run.simulate_r=[]"], "[run] simulate_r", "empty"),
     (["run.simulate_r=[0]"], "[run] simulate_r", ">= 1"),
     (["run.simulate_r=[1,'two']"], "[run] simulate_r", "a list of integers"),
-    (["run.confidence=1.0"], "[run] confidence", "[0.5, 1)"),
+    (["run.confidence=1.0"], "[run] confidence", "0.5..0.999999"),
     (["run.confidence=nan"], "[run] confidence", "nan"),
-    (["run.target_relative_error=0"], "[run] target_relative_error", "> 0"),
+    (["run.target_relative_error=0"], "[run] target_relative_error", "1e-06..1"),
     (["run.horizon_s=5"], "[run] horizon_s", "open_loop"),
     (["run.engine=cuda"], "[run] engine", "'auto', 'simpy', 'compiled'"),
     (["attention_ffn.r=0"], "[attention_ffn] r", ">= 1"),
@@ -97,6 +101,10 @@ BAD = [
     (["attention_ffn.one_way_s=1e-6"], "[attention_ffn] one_way_s", "pingpong"),
     (["attention_ffn.attention_price=0"], "[attention_ffn] attention_price", "> 0"),
     (["attention_ffn.ffn_price=inf"], "[attention_ffn] ffn_price", "finite"),
+    (["attention_ffn.attention_price=1e300"], "[attention_ffn] attention_price", "1e-06..1e+09"),
+    ([PINGPONG, "attention_ffn.one_way_s=1e300"], "[attention_ffn] one_way_s", "0..1e+06"),
+    ([*OPEN_GAMMA, "workload.arrivals.cv=1e300"], "[workload.arrivals] cv", "0..1000"),
+    (["run.mode=open_loop", RARE], "[workload.arrivals] mean_on_s", "at least 0.001 requests"),
     (["attention_ffn.max_tpot_s=-1"], "[attention_ffn] max_tpot_s", "> 0"),
     (["attention_ffn.kv_capacity_tokens=1.5"], "[attention_ffn] kv_capacity_tokens", "an integer"),
     (["attention_ffn.level=best"], "[attention_ffn] level", "'exact'"),
@@ -133,7 +141,7 @@ BAD = [
         "prompt_tokens",
         "<= 2,147,483,647",
     ),
-    ([*OPEN, "workload.arrivals.rate_per_s=1e-12"], "rate_per_s", "1e-6..1e12"),
+    ([*OPEN, "workload.arrivals.rate_per_s=1e-12"], "rate_per_s", "1e-06..1e+12"),
     ([*OPEN, "run.start=cold"], "[run] start", "'saturated'"),
     ([*OPEN, "run.num_cycles=60"], "[run] num_cycles", "'saturated'"),
     ([*OPEN, "run.engine=compiled"], "[run] engine", "'saturated'"),
@@ -155,6 +163,9 @@ BAD_FAULTS = [
     ({"worker": 0}, "kind", "missing"),
     ({"kind": "slow", "worker": 9, "factor": 2.0}, "worker", "< r (8)"),
     ({"kind": "slow", "worker": 0, "factor": 0}, "factor", "> 0"),
+    ({"kind": "slow", "worker": 0, "factor": 1e300}, "factor", "1e-06..1e+06"),
+    ({"kind": "jitter", "cv": 1e-300}, "cv", "0.001..100"),
+    ({"kind": "jitter", "cv": 1e300}, "cv", "0.001..100"),
 ]
 
 
