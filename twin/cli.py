@@ -318,10 +318,13 @@ def sweep(
     rows = sweep_rows(result)
     if as_json:
         _print_json({"directory": str(target), "reused": result.reused, "rows": rows})
-        return
-    print_sweep(rows, [axis.key for axis in axes], make_console())
-    reused = f", {result.reused} of them from before" if result.reused else ""
-    _complain(f"written: {target}/ ({len(rows)} points{reused})")
+    else:
+        print_sweep(rows, [axis.key for axis in axes], make_console())
+        reused = f", {result.reused} of them from before" if result.reused else ""
+        _complain(f"written: {target}/ ({len(rows)} points{reused})")
+    if rows and all(row["error"] for row in rows):
+        _complain(f"error: no point could be run: {rows[0]['error']}")
+        sys.exit(2)
 
 
 @app.command()

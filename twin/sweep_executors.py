@@ -8,6 +8,7 @@ import signal
 import socket
 from collections.abc import Generator, Iterator, Mapping, Sequence
 from concurrent.futures import FIRST_COMPLETED, ProcessPoolExecutor, wait
+from concurrent.futures.process import BrokenProcessPool
 from contextlib import contextmanager
 from importlib.util import find_spec
 from multiprocessing import get_context
@@ -55,7 +56,19 @@ def process_results(points: Sequence[Point], jobs: int | None) -> Results:
         while waiting:
             finished, _ = wait(waiting, return_when=FIRST_COMPLETED)
             for future in sorted(finished, key=lambda f: waiting[f].number):
-                yield waiting.pop(future), future.result()
+                point = waiting.pop(future)
+                try:
+                    summary = future.result()
+                except BrokenProcessPool:
+                    raise ScenarioError(
+                        f"a worker process was killed (out of memory?) before {_named(point)} was "
+                        "done; finished points are kept: repeat the command, perhaps with --jobs 1"
+                    ) from None
+                yield point, summary
+
+
+def _named(point: Point) -> str:
+    return ", ".join(f"{key} = {value}" for key, value in point.settings.items())
 
 
 @contextmanager

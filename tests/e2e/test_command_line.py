@@ -248,6 +248,19 @@ def test_a_tampered_decision_is_found(twin, tmp_path):
     assert f"call {last['n']} " in out
 
 
+def test_a_sweep_of_which_nothing_could_be_run_fails(twin, tmp_path):
+    (tmp_path / "lengths.csv").write_text(
+        "num_prefill_tokens,num_decode_tokens,num_total_tokens,pd_ratio\n10,5,15,2\n20,6,26,3.3\n"
+    )
+    code, _, err = twin(
+        *("sweep", "--trace", "lengths.csv", "--set", "run.mode=open_loop"),
+        *("--over", "attention_ffn.r=1,2", "--out", "s", "--jobs", "1"),
+    )
+    assert code == 2
+    assert "no point could be run" in err
+    assert "no arrival times" in err
+
+
 LEGAL_EXTREMES = {
     "one request": ["--set", "workload.lengths={kind='fixed',prompt_tokens=5,output_tokens=1}"],
     "no load at all": ["--set", "workload.lengths={kind='fixed',prompt_tokens=0,output_tokens=1}"],

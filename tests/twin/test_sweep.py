@@ -1,5 +1,6 @@
 """Sweeps: the grid, resuming, interruption, and independence of the executor."""
 
+import contextlib
 import csv
 import errno
 import io
@@ -340,3 +341,35 @@ def test_ray_gives_the_same_bytes(tmp_path, monkeypatch):
         for where in ("here", "ray")
     )
     assert here == ray
+
+
+def test_a_killed_worker_ends_in_one_message_and_keeps_what_was_done(tmp_path, monkeypatch):
+    from concurrent.futures.process import BrokenProcessPool
+
+    from twin import sweep_executors
+
+    class Killed:
+        """A pool whose second task finds its worker gone."""
+
+        def __init__(self) -> None:
+            self.submitted = 0
+
+        def submit(self, function, *arguments):
+            from concurrent.futures import Future
+
+            future = Future()
+            self.submitted += 1
+            if self.submitted == 1:
+                future.set_result(function(*arguments))
+            else:
+                future.set_exception(BrokenProcessPool("terminated abruptly"))
+            return future
+
+    @contextlib.contextmanager
+    def pool(workers, context):
+        yield Killed()
+
+    monkeypatch.setattr(sweep_executors, "_pool", pool)
+    with pytest.raises(ScenarioError, match="worker process was killed"):
+        run_sweep(TABLES, axes("attention_ffn.r=1..2"), tmp_path / "s", jobs=2)
+    assert len((tmp_path / "s" / "sweep.csv").read_text().splitlines()) == 2
