@@ -91,9 +91,10 @@ def run_sweep(
         # closing: an interruption ends the workers here, not when the generator is collected
         with closing(execute(missing, jobs)) as results:
             for point, summary in results:
+                # known before it is on disk: an interruption in between loses no row of the table
+                done[point.number] = summary
                 if "error" not in summary:
                     write_point(folder, point, summary)
-                done[point.number] = summary
                 if on_progress is not None:
                     on_progress("points", len(done), len(points))
     finally:
