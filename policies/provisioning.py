@@ -98,12 +98,13 @@ def batch_limit_of(moments: SlotMoments, microbatches: int, limits: Provisioning
     return MAX_AUTO_BATCH if fits is None else min(MAX_AUTO_BATCH, fits)
 
 
-def automatic_r_max(lengths: LengthPairs, bundle: Bundle) -> int:
+def automatic_r_max(lengths: LengthPairs, bundle: Bundle, moments: SlotMoments) -> int:
     """A range of ratios that surely contains the optimum and shows what lies beyond it."""
-    mean_field = predict(lengths, bundle, [1, 2], level="mean_field").r_real
+    mean_field = predict(lengths, bundle, [1, 2], level="mean_field", moments=moments).r_real
     widest = MAX_AUTO_RATIO if math.isinf(mean_field) else max(16, math.ceil(2.0 * mean_field))
     widest = min(MAX_AUTO_RATIO, widest)
-    best = predict(lengths, bundle, np.arange(1, widest + 1), level="gaussian").r
+    ratios = np.arange(1, widest + 1)
+    best = predict(lengths, bundle, ratios, level="gaussian", moments=moments).r
     return min(MAX_AUTO_RATIO, max(16, 8 * math.ceil(2.0 * best / 8)))
 
 
@@ -144,7 +145,7 @@ class Provisioning:
         moments = slot_moments(lengths)
         batch_limit = batch_limit_of(moments, bundle.microbatches, limits)
         if choose_batch:
-            bundle = self._with_best_batch(lengths, bundle, limits, batch_limit, given_r)
+            bundle = self._with_best_batch(lengths, bundle, limits, moments, batch_limit, given_r)
         elif bundle.batch_per_worker > batch_limit:
             raise InfeasibleError(
                 f"batch_per_worker = {bundle.batch_per_worker} does not fit into "
@@ -156,8 +157,10 @@ class Provisioning:
         if choose_batch and "max_tpot_s" not in order.binding:
             value = order.throughput_per_instance
             if given_r is not None:
-                value = _best_throughput(lengths, bundle, limits, self.level, given_r)
-            if self._gains_by_more_slots(lengths, bundle, limits, batch_limit, given_r, value):
+                value = _best_throughput(lengths, bundle, limits, self.level, given_r, moments)
+            if self._gains_by_more_slots(
+                lengths, bundle, limits, moments, batch_limit, given_r, value
+            ):
                 order = dataclasses.replace(order, binding=("max_tpot_s", *order.binding))
         return order
 
@@ -166,6 +169,7 @@ class Provisioning:
         lengths: LengthPairs,
         bundle: Bundle,
         limits: ProvisioningLimits,
+        moments: SlotMoments,
         batch_limit: int,
         given_r: int | None,
         value: float,
@@ -177,7 +181,7 @@ class Provisioning:
             return False
         more = dataclasses.replace(bundle, batch_per_worker=larger)
         free = dataclasses.replace(limits, max_tpot_s=None)
-        return _best_throughput(lengths, more, free, self.level, given_r) > value
+        return _best_throughput(lengths, more, free, self.level, given_r, moments) > value
 
     def _best_ratio(
         self,
@@ -187,7 +191,7 @@ class Provisioning:
         moments: SlotMoments,
         batch_limit: int,
     ) -> ProvisionBundle:
-        r_max = limits.r_max or automatic_r_max(lengths, bundle)
+        r_max = limits.r_max or automatic_r_max(lengths, bundle, moments)
         ratios = np.arange(1, r_max + 1)
         load = exact_law(lengths, bundle.batch_per_worker) if self.level == "exact" else None
         prediction = predict(lengths, bundle, ratios, level=self.level, load=load, moments=moments)
@@ -265,6 +269,7 @@ class Provisioning:
         lengths: LengthPairs,
         bundle: Bundle,
         limits: ProvisioningLimits,
+        moments: SlotMoments,
         batch_limit: int,
         given_r: int | None,
     ) -> Bundle:
@@ -279,7 +284,7 @@ class Provisioning:
 
         def value_at(batch: int, level: str) -> float:
             tried = dataclasses.replace(bundle, batch_per_worker=batch)
-            return _best_throughput(lengths, tried, limits, level, given_r)
+            return _best_throughput(lengths, tried, limits, level, given_r, moments)
 
         def value(batch: int) -> float:
             if batch not in value_by_batch:
@@ -339,13 +344,14 @@ def _best_throughput(
     limits: ProvisioningLimits,
     level: str,
     given_r: int | None,
+    moments: SlotMoments,
 ) -> float:
     """Largest throughput within the limits, of the given ratio or of all; -inf where none is."""
     if given_r is not None:
         ratios = [given_r]
     else:
-        ratios = list(range(1, (limits.r_max or automatic_r_max(lengths, bundle)) + 1))
-    prediction = predict(lengths, bundle, ratios, level=level)
+        ratios = list(range(1, (limits.r_max or automatic_r_max(lengths, bundle, moments)) + 1))
+    prediction = predict(lengths, bundle, ratios, level=level, moments=moments)
     allowed = _within_tpot(prediction, limits)
     if not bool(allowed.any()):
         return -math.inf

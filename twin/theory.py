@@ -128,11 +128,11 @@ def solve_theory(
         )
     bundle = dataclasses.replace(bundle, batch_per_worker=decision.batch_per_worker)
     r = decision.attention_per_ffn if given_r is None else given_r
-    r_max = limits.r_max or max(automatic_r_max(workload.lengths, bundle), r)
+    moments = slot_moments(workload.lengths)
+    r_max = limits.r_max or max(automatic_r_max(workload.lengths, bundle, moments), r)
     r_limit = r_max if limits.r_max is not None else MAX_AUTO_RATIO
     limits = dataclasses.replace(limits, r_max=r_max)
     ratios = np.arange(1, r_max + 1)
-    moments = slot_moments(workload.lengths)
     load = exact_law(workload.lengths, bundle.batch_per_worker)
     levels = predict_all(workload.lengths, bundle, ratios, load=load)
     optima = levels
