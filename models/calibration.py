@@ -7,7 +7,6 @@ from __future__ import annotations
 
 import os
 from collections.abc import Mapping
-from contextlib import suppress
 from pathlib import Path
 
 import numpy as np
@@ -22,6 +21,7 @@ from models.measurements import (
     require_readable,
 )
 from models.stage_fit import StageFit, fit_stage
+from traces.whole_file import write_whole
 
 __all__ = [
     "NAMED",
@@ -65,20 +65,12 @@ def save_calibration(calibration: Calibration, path: str | Path) -> None:
         CalibrationError: If there is something of that name, or it cannot be written there.
     """
     path = Path(path)
-    temporary = path.with_name(f".calibration-{os.getpid()}.tmp")
     if os.path.lexists(path):
         raise CalibrationError(f"{path}: exists already; choose another name or remove it")
     try:
-        with temporary.open("w", encoding="utf-8") as file:
-            file.write(write_calibration(calibration))
-            file.flush()
-            os.fsync(file.fileno())
-        temporary.replace(path)
+        write_whole(path, write_calibration(calibration).encode())
     except OSError as error:
         raise CalibrationError(f"{path}: {error.strerror}") from error
-    finally:
-        with suppress(OSError):  # the folder may be no folder
-            temporary.unlink(missing_ok=True)
 
 
 def fit_attention_ffn(

@@ -17,6 +17,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from traces.errors import TraceError
+from traces.whole_file import write_flushed
 
 FORMAT = "serving-twin-run"
 VERSION = 1
@@ -111,7 +112,7 @@ def _written_beside(target: Path, record: RunRecord) -> Iterator[Path]:
         partial.mkdir()
         contents = _contents(record)
         for name, content in contents.items():
-            _write_flushed(partial / name, content)
+            write_flushed(partial / name, content)
         yield partial
     except OSError as error:
         shutil.rmtree(partial, ignore_errors=True)
@@ -190,13 +191,6 @@ def _contents(record: RunRecord) -> dict[str, bytes]:
     }
     text = json.dumps(summary, indent=2, allow_nan=False) + "\n"
     return {**contents, "run.json": text.encode()}
-
-
-def _write_flushed(path: Path, content: bytes) -> None:
-    with path.open("wb") as stream:
-        stream.write(content)
-        stream.flush()
-        os.fsync(stream.fileno())
 
 
 def _to_parquet(columns: Columns) -> bytes:

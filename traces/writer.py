@@ -65,6 +65,8 @@ def write_trace(trace: Trace, path: str | Path) -> tuple[str, ...]:
                     _write(packed, lines)
             else:
                 _write(raw, lines)
+            raw.flush()
+            os.fsync(raw.fileno())
         partial.replace(target)
     except OSError as error:
         raise TraceError(f"{target}: cannot be written ({error.strerror or error})") from error

@@ -7,13 +7,13 @@ import hashlib
 import io
 import json
 import math
-import os
 from collections.abc import Mapping, Sequence
 from importlib import metadata
 from pathlib import Path
 from typing import Any
 
 from traces.record import RunDirectoryError
+from traces.whole_file import write_whole
 from twin.sweep_grid import Axis, Point
 
 FORMAT = "serving-twin-sweep"
@@ -94,19 +94,10 @@ def write_atomically(path: Path, content: bytes) -> None:
     Raises:
         RunDirectoryError: If the disk refuses.
     """
-    partial = path.with_name(f".{path.name}.partial-{os.getpid()}")
     try:
-        with partial.open("wb") as stream:
-            stream.write(content)
-            stream.flush()
-            os.fsync(stream.fileno())
-        partial.replace(path)
+        write_whole(path, content)
     except OSError as error:
-        partial.unlink(missing_ok=True)
         raise RunDirectoryError(f"{path}: cannot be written: {error.strerror}") from error
-    except BaseException:
-        partial.unlink(missing_ok=True)
-        raise
 
 
 def write_tables(

@@ -276,6 +276,7 @@ def _require_no_pictures(folder: Path) -> None:
 
 def _write_pictures(trace: Trace, statistics: Mapping[str, object], folder: Path) -> None:
     from traces.errors import TraceError
+    from traces.whole_file import write_flushed
     from twin.trace_plots import draw_trace
 
     pictures = draw_trace(trace)
@@ -284,7 +285,7 @@ def _write_pictures(trace: Trace, statistics: Mapping[str, object], folder: Path
     try:
         folder.mkdir(parents=True, exist_ok=True)
         for name, content in pictures.items():
-            partials[name].write_bytes(content)
+            write_flushed(partials[name], content)
         for name, partial in partials.items():
             partial.replace(folder / name)
     except OSError as error:

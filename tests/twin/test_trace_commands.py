@@ -11,6 +11,7 @@ import numpy as np
 import pytest
 from typer.testing import CliRunner, Result
 
+from traces import whole_file
 from traces.readers import read_trace
 from twin.trace_commands import trace_app
 from twin.trace_plots import PICTURES, draw_trace
@@ -195,15 +196,15 @@ def test_pictures_do_not_replace_files(small: Path, tmp_path: Path) -> None:
 def test_a_disk_that_fills_while_pictures_are_written_leaves_no_partial_file(
     small: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    write_bytes = Path.write_bytes
+    write_flushed = whole_file.write_flushed
 
-    def full(path: Path, content: bytes) -> int:
+    def full(path: Path, content: bytes) -> None:
         if "arrivals" not in path.name:
-            return write_bytes(path, content)
-        write_bytes(path, content[:10])
+            return write_flushed(path, content)
+        write_flushed(path, content[:10])
         raise OSError(errno.ENOSPC, "No space left on device")
 
-    monkeypatch.setattr(Path, "write_bytes", full)
+    monkeypatch.setattr(whole_file, "write_flushed", full)
     message = fails_with_one_message(twin_trace("stats", small, "--out", tmp_path / "out"))
     assert "No space left on device" in message
     assert list((tmp_path / "out").iterdir()) == []
