@@ -25,6 +25,6 @@ $(BIN)/uv:
 	$(UV) -e . && touch $@
 
 .venv/.all: .venv/.core
-	$(UV) -e '.[fast,dashboard,cluster,dev]' && touch $@
+	$(UV) -e '.[fast,runtime,dashboard,cluster,dev]' && touch $@
 
 .PHONY: run test check dashboard

@@ -1,0 +1,1 @@
+"""The run on devices and the wall clock: weights in pages, page movement, quantized checkpoints."""
