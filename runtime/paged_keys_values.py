@@ -72,8 +72,8 @@ class PagedKeysValues:
             )
         numbers = torch.from_numpy(self.buffer).view(self.dtype).view(-1, page_numbers)
         used = self.tokens_per_page * token_numbers
-        self._slots = numbers[:, :used].unflatten(
-            1, (self.tokens_per_page, 2, self.key_value_heads, self.head_dim)
+        self._slots = numbers[:, :used].view(
+            -1, self.tokens_per_page, 2, self.key_value_heads, self.head_dim
         )
 
     def pages_needed(self, sequence: int, new_tokens: int) -> int:
