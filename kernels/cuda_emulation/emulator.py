@@ -1,145 +1,291 @@
-"""cuemu: run CUDA C++ kernel source on the CPU, with the call shape of cupy.RawModule (prototype).
+"""CUDA C++ kernel source run on the CPU, with the call shape of cupy.RawModule.
 
-    mod = RawModule(code=SOURCE, options=("-DTILE=64",))
-    k = mod.get_function("gemv")           # or RawModule(name_expressions=["k<float>"])
-    k((grid,), (block,), (numpy arrays and numpy scalars,), shared_mem=bytes)
+    module = RawModule(code=source, options=("-DTILE=64",))
+    kernel = module.get_function("gemv")
+    kernel((grid,), (block,), (numpy arrays and numpy scalars,), shared_mem=num_bytes)
 
-Needs only g++ (C++17) and numpy. The same SOURCE goes unchanged to NVRTC / nvcc.
+One CUDA thread is one fiber. Fibers of a block share one thread of the processor and switch only
+at barriers and warp collectives, in an order that the schedule sets: 0 forward, 1 reverse, n >= 2
+random with seed n. A missing barrier changes the answer under at least one of a few schedules.
 """
+
 from __future__ import annotations
 
 import ctypes
-import hashlib
-import os
-import re
-import shutil
-import subprocess
-import tempfile
+import threading
+from collections.abc import Sequence
+from dataclasses import dataclass
+from functools import cache
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 
-HERE = Path(__file__).resolve().parent
-INCLUDE = HERE / "include"
-CACHE = Path(os.environ.get("CUEMU_CACHE", Path(tempfile.gettempdir()) / f"cuemu-{os.getuid()}"))
-_DYN = re.compile(r"extern\s+__shared__\s+(?:__align__\s*\(\s*\d+\s*\)\s+)?([\w:\s]+?)\s+(\w+)\s*\[\s*\]\s*;")
-_KERNEL = re.compile(r'extern\s+"C"\s+__global__\s+void\s+(?:__launch_bounds__\s*\([^)]*\)\s*)?(\w+)\s*\(')
+from kernels.cuda_emulation.host_compile import (
+    EmulationError,
+    available,
+    build_library,
+    kernel_names,
+)
+
+__all__ = ["EmulatedKernel", "EmulationError", "RawModule", "available"]
+
+DEFAULT_DYNAMIC_SHARED_BYTES = 48 * 1024
+_MAX_SWITCHES = 200_000_000
+_ONE_LAUNCH_AT_A_TIME = threading.Lock()
 
 
-class EmulationError(RuntimeError):
-    """The kernel did something that is an error or undefined on a GPU."""
+class _Options(ctypes.Structure):
+    _fields_ = (
+        ("schedule", ctypes.c_int),
+        ("max_switches", ctypes.c_uint64),
+        ("stats", ctypes.c_void_p),
+        ("max_shared_bytes", ctypes.c_uint64),
+    )
 
 
-class _Opts(ctypes.Structure):
-    _fields_ = [("sched", ctypes.c_int), ("max_switches", ctypes.c_uint64), ("stats", ctypes.c_void_p)]
+@dataclass(frozen=True, slots=True)
+class Parameter:
+    """One kernel parameter: constant, pointer, numpy kind and size such as "f4", bytes."""
+
+    is_constant: bool
+    is_pointer: bool
+    element: str
+    size_bytes: int
+
+    @classmethod
+    def parse(cls, text: str) -> Parameter:
+        """From the library's own description, such as "c*f4:8" or "vi4:4"."""
+        kind, size = text.split(":")
+        is_pointer = kind[1] == "*"
+        return cls(kind[0] == "c", is_pointer, kind[2 if is_pointer else 1 :], int(size))
 
 
-def available() -> bool:
-    return shutil.which(os.environ.get("CXX", "g++")) is not None
+@dataclass(slots=True)
+class _GuardedArray:
+    """A copy of an argument whose end touches a page that no access survives."""
+
+    index: int
+    array: np.ndarray[Any, Any]
+    address: int
+    base: ctypes.c_void_p
+    total: ctypes.c_size_t
+    is_constant: bool
 
 
-def _build(code: str, options: tuple[str, ...], exprs: tuple[str, ...], ubsan: bool) -> tuple[Path, list[str]]:
-    names = _KERNEL.findall(code)
-    src = '#include "cuemu.h"\n#line 1 "kernel.cu"\n' + _DYN.sub(r"CUEMU_DYN_SHARED(\1, \2);", code) + "\n"
-    src += "".join(f"CUEMU_EXPORT({n}, {n})\n" for n in names)
-    src += "".join(f"CUEMU_EXPORT(expr{i}, {e})\n" for i, e in enumerate(exprs))
-    cxx = os.environ.get("CXX", "g++")
-    march = ["-march=x86-64-v3"] if os.uname().machine == "x86_64" else []
-    flags = ["-std=c++17", "-O2", *march, "-ffp-contract=off", "-fno-strict-aliasing", "-fPIC", "-shared", "-w",
-             "-ftrivial-auto-var-init=pattern", "-fvisibility=hidden", f"-I{INCLUDE}"]
-    if ubsan:
-        flags += ["-fsanitize=undefined", "-fno-sanitize=vptr", "-fsanitize-undefined-trap-on-error"]
-    flags += [o for o in options if o.startswith(("-D", "-I", "-U"))]
-    h = hashlib.sha256()
-    for p in sorted(INCLUDE.glob("*.h")):
-        h.update(p.read_bytes())
-    h.update(repr((src, cxx, flags)).encode())
-    out = CACHE / f"{h.hexdigest()[:24]}.so"
-    if not out.exists():
-        CACHE.mkdir(parents=True, exist_ok=True)
-        with tempfile.TemporaryDirectory(dir=CACHE) as d:
-            cpp, so = Path(d) / "kernel.cpp", Path(d) / "kernel.so"
-            cpp.write_text(src)
-            r = subprocess.run([cxx, *flags, str(cpp), "-o", str(so)], capture_output=True, text=True)
-            if r.returncode:
-                raise EmulationError("host compile failed:\n" + r.stderr[:4000])
-            os.replace(so, out)
-    return out, names
+class _Arguments:
+    """The argument block of one launch, and the guarded copies behind it."""
+
+    def __init__(self, library: ctypes.CDLL, name: str, guard: bool) -> None:
+        self._library, self._name, self._guard = library, name, guard
+        self._values: list[Any] = []
+        self._copies: dict[tuple[int, int], _GuardedArray] = {}
+
+    def _fail(self, index: int, message: str) -> EmulationError:
+        return EmulationError(f"{self._name}: argument {index}: {message}")
+
+    def add(self, index: int, value: Any, parameter: Parameter) -> None:
+        if isinstance(value, np.ndarray):
+            self._values.append(ctypes.c_void_p(self._address(index, value, parameter)))
+        elif isinstance(value, np.generic):
+            self._values.append(self._scalar(index, value, parameter))
+        elif value is None and parameter.is_pointer:
+            self._values.append(ctypes.c_void_p(0))
+        else:
+            given = type(value).__name__
+            raise self._fail(index, f"give a numpy array or numpy scalar, not {given}")
+
+    def _scalar(self, index: int, value: np.generic, parameter: Parameter) -> Any:
+        have = value.dtype.kind + str(value.dtype.itemsize)
+        fits = value.dtype.itemsize == parameter.size_bytes
+        if parameter.is_pointer or not fits or parameter.element not in ("?", have):
+            want = ("pointer to " if parameter.is_pointer else "") + parameter.element
+            raise self._fail(index, f"{value.dtype} scalar given for a parameter {want}")
+        return ctypes.create_string_buffer(value.tobytes(), value.dtype.itemsize)
+
+    def _address(self, index: int, array: np.ndarray[Any, Any], parameter: Parameter) -> int:
+        if not parameter.is_pointer:
+            raise self._fail(index, "array given for a scalar parameter")
+        want, have = parameter.element, array.dtype.kind + str(array.dtype.itemsize)
+        if want not in ("?", "bf") and want[1:] != "1" and have != want:
+            raise self._fail(index, f"{have} array given for a {want} pointer")
+        if not array.flags.c_contiguous:
+            raise self._fail(index, "not contiguous")
+        address = int(array.ctypes.data)
+        if not self._guard or not array.nbytes:
+            return address
+        # the same array given twice stays one buffer; its writes are copied back once
+        key = (address, array.nbytes)
+        known = self._copies.get(key)
+        if known is None:
+            known = self._copies[key] = self._copy(index, array, parameter.is_constant)
+        known.is_constant = known.is_constant and parameter.is_constant
+        if not known.is_constant and not array.flags.writeable:
+            raise self._fail(index, "read-only array given for a pointer that may be written")
+        return known.address
+
+    def _copy(self, index: int, array: np.ndarray[Any, Any], is_constant: bool) -> _GuardedArray:
+        base, total = ctypes.c_void_p(), ctypes.c_size_t()
+        size = ctypes.c_size_t(array.nbytes)
+        address = self._library.cuemu_galloc(size, ctypes.byref(base), ctypes.byref(total))
+        if not address:
+            raise MemoryError(f"{self._name}: no memory for {array.nbytes} bytes of argument")
+        ctypes.memmove(address, array.ctypes.data, array.nbytes)
+        return _GuardedArray(index, array, address, base, total, is_constant)
+
+    def block(self) -> Any:
+        pointers = [ctypes.cast(ctypes.byref(v), ctypes.c_void_p) for v in self._values]
+        return (ctypes.c_void_p * max(1, len(pointers)))(*pointers)
+
+    def finish(self) -> str | None:
+        """Copy results back and free the copies; what was overrun, if anything."""
+        overrun = None
+        for c in self._copies.values():
+            place, size = ctypes.c_void_p(c.address), ctypes.c_size_t(c.array.nbytes)
+            side = self._library.cuemu_gcheck(c.base, c.total, place, size)
+            if side and overrun is None:
+                where = "before its start" if side < 0 else "past its end"
+                overrun = f"argument {c.index}: the kernel wrote outside the array, {where}"
+            if not c.is_constant:
+                ctypes.memmove(c.array.ctypes.data, c.address, c.array.nbytes)
+            self._library.cuemu_gfree(c.base, c.total)
+        self._copies.clear()
+        return overrun
 
 
-class Kernel:
-    def __init__(self, lib, sym: str, guard: bool, ubsan: bool):
-        self._lib, self._fn = lib, getattr(lib, f"cuemu_launch_{sym}")
-        sig = getattr(lib, f"cuemu_sig_{sym}")
-        sig.restype = ctypes.c_char_p
-        self.signature = [p.split(":") for p in sig().decode().split(",") if p]
-        self.guard = guard
+class EmulatedKernel:
+    """One kernel, called as cupy calls it; `sched` and `max_switches` exist here alone.
+
+    Attributes:
+        signature: Its parameters in order.
+        max_dynamic_shared_size_bytes: As on a GPU, more than 48 KiB must be asked for first.
+        stats: Of the last launch: fiber switches, reads of lanes that had exited.
+    """
+
+    def __init__(self, library: ctypes.CDLL, symbol: str, name: str, module: RawModule) -> None:
+        self._library, self._name, self._module = library, name, module
+        self._launch = getattr(library, f"cuemu_launch_{symbol}")
+        describe = getattr(library, f"cuemu_sig_{symbol}")
+        describe.restype = ctypes.c_char_p
+        self.signature = [Parameter.parse(p) for p in describe().decode().split(",") if p]
+        self.max_dynamic_shared_size_bytes = DEFAULT_DYNAMIC_SHARED_BYTES
         self.stats: dict[str, int] = {}
 
-    def __call__(self, grid, block, args, *, shared_mem: int = 0, sched: int = 0, max_switches: int = 200_000_000):
+    def __call__(
+        self,
+        grid: Sequence[int],
+        block: Sequence[int],
+        args: Sequence[Any],
+        *,
+        shared_mem: int = 0,
+        sched: int | None = None,
+        max_switches: int = _MAX_SWITCHES,
+    ) -> None:
+        """Run the whole grid; arrays that the kernel may write hold its results afterwards.
+
+        Args:
+            grid: Blocks in x, y, z (missing ones are 1).
+            block: Threads in x, y, z.
+            args: numpy arrays for pointers, numpy scalars for values, None for a null pointer.
+            shared_mem: Dynamic shared memory in bytes.
+            sched: Order of threads, waiters and blocks; the module's when None.
+            max_switches: Fiber switches before the launch counts as hung.
+
+        Raises:
+            EmulationError: Wrong arguments, or an error of the kernel: dead or divergent barrier,
+                access outside an array, `__trap`, misuse of a warp collective, and so on.
+        """
         if len(args) != len(self.signature):
-            raise EmulationError(f"kernel takes {len(self.signature)} arguments, {len(args)} given")
-        g = (ctypes.c_uint * 3)(*(tuple(grid) + (1, 1, 1))[:3])
-        b = (ctypes.c_uint * 3)(*(tuple(block) + (1, 1, 1))[:3])
-        lib, keep, ptrs, back, seen = self._lib, [], [], [], {}
-        lib.cuemu_galloc.restype = ctypes.c_void_p
-        for i, (a, (kind, size)) in enumerate(zip(args, self.signature)):
-            if isinstance(a, np.ndarray):
-                if kind[1] != "*":
-                    raise EmulationError(f"argument {i}: array given for a scalar parameter")
-                want, have = kind[2:], a.dtype.kind + str(a.dtype.itemsize)
-                if want not in ("?", "bf") and want[1:] != "1" and have != want:
-                    raise EmulationError(f"argument {i}: {have} array given for a {want} pointer")
-                if not a.flags.c_contiguous:
-                    raise EmulationError(f"argument {i}: not contiguous")
-                addr = a.ctypes.data
-                key = (addr, a.nbytes)
-                if key in seen:  # the same array given twice stays one buffer; its writes are copied back once
-                    addr = seen[key][0]
-                    seen[key][1] &= kind[0] == "c"
-                elif self.guard and a.nbytes:
-                    base, total = ctypes.c_void_p(), ctypes.c_size_t()
-                    addr = lib.cuemu_galloc(ctypes.c_size_t(a.nbytes), ctypes.byref(base), ctypes.byref(total))
-                    ctypes.memmove(addr, a.ctypes.data, a.nbytes)
-                    seen[key] = [addr, kind[0] == "c"]
-                    back.append((i, a, addr, base, total, seen[key]))
-                v = ctypes.c_void_p(addr)
-            elif isinstance(a, np.generic):
-                if kind[1] == "*" or a.dtype.itemsize != int(size) or (kind[1] != "?" and a.dtype.kind + str(a.dtype.itemsize) != kind[1:]):
-                    raise EmulationError(f"argument {i}: {a.dtype} scalar given for parameter {kind}:{size}")
-                v = ctypes.create_string_buffer(a.tobytes(), a.dtype.itemsize)
-            elif a is None and kind[1] == "*":
-                v = ctypes.c_void_p(0)
-            else:
-                raise EmulationError(f"argument {i}: give a numpy array or numpy scalar, not {type(a).__name__}")
-            keep.append(v)
-            ptrs.append(ctypes.cast(ctypes.byref(v), ctypes.c_void_p))
-        arr = (ctypes.c_void_p * max(1, len(ptrs)))(*ptrs)
+            want = len(self.signature)
+            raise EmulationError(f"{self._name}: takes {want} arguments, {len(args)} given")
+        block_of_arguments = _Arguments(self._library, self._name, self._module.guard)
+        try:
+            for i, (value, parameter) in enumerate(zip(args, self.signature, strict=True)):
+                block_of_arguments.add(i, value, parameter)
+            schedule = self._module.schedule if sched is None else sched
+            message = self._run(grid, block, block_of_arguments, shared_mem, schedule, max_switches)
+        finally:
+            overrun = block_of_arguments.finish()
+        if message or overrun:
+            raise EmulationError(f"{self._name}: {message or overrun}")
+
+    def _run(
+        self,
+        grid: Sequence[int],
+        block: Sequence[int],
+        arguments: _Arguments,
+        shared_mem: int,
+        schedule: int,
+        max_switches: int,
+    ) -> str:
+        sizes = [(ctypes.c_uint * 3)(*(*tuple(d), 1, 1)[:3]) for d in (grid, block)]
         stats = (ctypes.c_uint64 * 2)()
-        err = ctypes.create_string_buffer(1024)
-        o = _Opts(sched, max_switches, ctypes.addressof(stats))
-        rc = self._fn(g, b, ctypes.c_uint(shared_mem), arr, ctypes.byref(o), err, 1024)
+        message = ctypes.create_string_buffer(1024)
+        options = _Options(
+            schedule, max_switches, ctypes.addressof(stats), self.max_dynamic_shared_size_bytes
+        )
+        with _ONE_LAUNCH_AT_A_TIME:
+            failed = self._launch(
+                *sizes,
+                ctypes.c_uint(shared_mem),
+                arguments.block(),
+                ctypes.byref(options),
+                message,
+                len(message),
+            )
         self.stats = {"switches": stats[0], "undefined_reads": stats[1]}
-        bad = None
-        for i, a, addr, base, total, entry in back:
-            if lib.cuemu_gcheck(base, total, ctypes.c_void_p(addr), ctypes.c_size_t(a.nbytes)) and bad is None:
-                bad = f"argument {i}: the kernel wrote outside the array"
-            if not entry[1]:
-                ctypes.memmove(a.ctypes.data, addr, a.nbytes)
-            lib.cuemu_gfree(base, total)
-        if rc:
-            raise EmulationError(err.value.decode())
-        if bad:
-            raise EmulationError(bad)
+        return message.value.decode(errors="replace") if failed else ""
+
+
+@cache
+def _load(path: Path) -> ctypes.CDLL:
+    library = ctypes.CDLL(str(path))
+    library.cuemu_galloc.restype = ctypes.c_void_p
+    return library
 
 
 class RawModule:
-    def __init__(self, *, code: str, options=(), name_expressions=(), guard: bool = True, ubsan: bool = False):
-        path, self.names = _build(code, tuple(options), tuple(name_expressions or ()), ubsan)
-        self._lib = ctypes.CDLL(str(path))
-        self._exprs = list(name_expressions or ())
-        self._guard, self._ubsan = guard, ubsan
+    """Kernels of one source text, compiled for this processor at the first use of the text.
 
-    def get_function(self, name: str) -> Kernel:
-        sym = f"expr{self._exprs.index(name)}" if name in self._exprs else name
-        return Kernel(self._lib, sym, self._guard, self._ubsan)
+    Args:
+        code: Kernel source, the same text that NVRTC compiles.
+        options: Compiler options; -D, -I and -U count.
+        name_expressions: Template instances to make available, such as "scale<float, 4>".
+        guard: Copy arrays to guarded memory, so that accesses outside them are found.
+        ubsan: Trap on undefined behaviour (misaligned vectors, shifts); compiles slower.
+        schedule: Order of execution for launches that do not say (see the module's text).
+
+    Raises:
+        EmulationError: The source does not compile, or there is no compiler.
+    """
+
+    def __init__(
+        self,
+        *,
+        code: str,
+        options: Sequence[str] = (),
+        name_expressions: Sequence[str] | None = None,
+        guard: bool = True,
+        ubsan: bool = False,
+        schedule: int = 0,
+    ) -> None:
+        self._expressions = list(name_expressions or ())
+        path = build_library(code, tuple(options), tuple(self._expressions), ubsan)
+        self.names = kernel_names(code)
+        self.guard, self.schedule = guard, schedule
+        self._library = _load(path)
+
+    def get_function(self, name: str) -> EmulatedKernel:
+        """The kernel of this name or name expression.
+
+        Raises:
+            EmulationError: There is none; the message lists those that there are.
+        """
+        if name in self._expressions:
+            symbol = f"expr{self._expressions.index(name)}"
+        elif name in self.names:
+            symbol = name
+        else:
+            known = ", ".join([*self.names, *self._expressions])
+            raise EmulationError(f"no kernel {name!r} in this source; it has: {known}")
+        return EmulatedKernel(self._library, symbol, name, self)

@@ -92,7 +92,7 @@ struct Warp { uint32_t exists, exited; std::vector<Coll> colls; };
 struct BlockBar { int id, expected, arrived; const char* op; int acc, line; std::vector<int> who; };
 
 constexpr size_t STACK = 256 * 1024;
-constexpr size_t DYN_MAX = 228 * 1024;
+constexpr size_t DYN_MAX = 227 * 1024;  // sm_90 and sm_100; sm_80 has 163 KiB
 
 struct State_ {
   Fiber* cur = nullptr;
@@ -326,7 +326,7 @@ static void ensure_fibers(unsigned n) {
   }
 }
 
-struct Opts { int sched; uint64_t max_switches; uint64_t* stats; };
+struct Opts { int sched; uint64_t max_switches; uint64_t* stats; uint64_t max_shared; };
 
 static int launch(void (*invoke)(void**), const unsigned* gd, const unsigned* bd, unsigned shmem, void** args,
                   const Opts* o, char* err, int errlen) {
@@ -335,9 +335,9 @@ static int launch(void (*invoke)(void**), const unsigned* gd, const unsigned* bd
   auto done = [&] { snprintf(err, errlen, "%s", g.err); return g.fatal ? 1 : 0; };
   if (n == 0 || n > 1024 || bd[0] > 1024 || bd[1] > 1024 || bd[2] > 64) { fail("invalid block size %u x %u x %u", bd[0], bd[1], bd[2]); return done(); }
   if (!gd[0] || !gd[1] || !gd[2] || gd[1] > 65535 || gd[2] > 65535) { fail("invalid grid"); return done(); }
-  size_t stat = __start_cuemu_shared ? __stop_cuemu_shared - __start_cuemu_shared : 0;
-  if (shmem > DYN_MAX) { fail("%u bytes of dynamic shared memory: over %zu", shmem, DYN_MAX); return done(); }
-  (void)stat;
+  if (shmem > o->max_shared)
+    { fail("%u bytes of dynamic shared memory: raise max_dynamic_shared_size_bytes (now %llu) first", shmem, (unsigned long long)o->max_shared); return done(); }
+  if (shmem > DYN_MAX) { fail("%u bytes of dynamic shared memory: over the %zu that a block can have", shmem, DYN_MAX); return done(); }
   if (!g.dyn_base) {
     size_t page = 4096, sz = (DYN_MAX + page - 1) / page * page;
     g.dyn_base = (char*)mmap(nullptr, sz + page, PROT_READ | PROT_WRITE, MAP_PRIVATE | MAP_ANONYMOUS, -1, 0);
@@ -407,7 +407,7 @@ extern "C" __attribute__((visibility("default"))) inline __attribute__((used)) v
   char* m = (char*)mmap(nullptr, body + page, PROT_READ | PROT_WRITE, MAP_PRIVATE | MAP_ANONYMOUS | MAP_NORESERVE, -1, 0);
   if (m == MAP_FAILED) return nullptr;
   mprotect(m + body, page, PROT_NONE);
-  memset(m, 0xA5, page); memset(m + body - (pad > page ? page : pad) , 0xA5, 0);
+  memset(m, 0xA5, page);
   char* p = m + body - pad;
   for (char* q = m + page; q < p; ++q) *q = (char)0xA5;
   for (char* q = p + n; q < p + pad; ++q) *q = (char)0xA5;
