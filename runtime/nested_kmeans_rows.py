@@ -43,7 +43,7 @@ def _gain(sums: Floats, masses: Floats, a: int, b: int) -> float:
 def _best_cut(
     before: Floats, sums: Floats, masses: Floats, end: int, low: int, high: int
 ) -> tuple[float, int]:
-    """Best first column i in [low, high] of the last cell [i, end); ties to the smallest i."""
+    """Best first group i in [low, high] of the last cell [i, end); ties to the smallest i."""
     best = -1.0
     where = low
     sum_end = sums[end]
@@ -62,78 +62,98 @@ def _best_cut(
 def _next_layer(
     before: Floats,
     after: Floats,
+    cuts_before: Ints,
     cuts: Ints,
     sums: Floats,
     masses: Floats,
     cells: int,
     last: int,
-    stack: Ints,
 ) -> None:
     """Best ``cells`` cells of [0, j) for j in cells..last, by divide and conquer.
 
-    The best cut never moves left as j grows, so the cut of the middle j bounds both halves.
+    The best last cut moves left neither as j grows nor as cells are added, so known cuts of
+    nearer and nearer j, and the cut of one cell less, bound the search for those between.
     """
-    depth = 1
-    stack[0, 0] = cells
-    stack[0, 1] = last
-    stack[0, 2] = cells - 1
-    stack[0, 3] = last - 1
-    while depth > 0:
-        depth -= 1
-        first_end = stack[depth, 0]
-        last_end = stack[depth, 1]
-        low = stack[depth, 2]
-        high = stack[depth, 3]
-        middle = (first_end + last_end) // 2
-        best, where = _best_cut(before, sums, masses, middle, low, min(high, middle - 1))
-        after[middle] = best
-        cuts[middle] = where
-        if middle < last_end:
-            stack[depth, 0] = middle + 1
-            stack[depth, 1] = last_end
-            stack[depth, 2] = where
-            stack[depth, 3] = high
-            depth += 1
-        if first_end < middle:
-            stack[depth, 0] = first_end
-            stack[depth, 1] = middle - 1
-            stack[depth, 2] = low
-            stack[depth, 3] = where
-            depth += 1
+    ends = last - cells + 1
+    stride = 1
+    while stride * 2 <= ends:
+        stride *= 2
+    while stride > 0:
+        for place in range(stride - 1, ends, 2 * stride):
+            end = cells + place
+            low = cells - 1
+            high = end - 1
+            if place >= stride:
+                low = cuts[end - stride]
+            if end < last:
+                low = max(low, cuts_before[end])
+            if place + stride < ends:
+                high = min(high, cuts[end + stride])
+            after[end], cuts[end] = _best_cut(before, sums, masses, end, low, high)
+        stride //= 2
 
 
 @_compiled
-def _seed_borders(values: Floats, mass: Floats, cells: int, borders: Ints) -> None:
-    """Exact weighted k-means of a sorted row: borders of ``cells`` cells, [cells + 1].
+def _group_equal(values: Floats, mass: Floats, sums: Floats, masses: Floats, starts: Ints) -> int:
+    """Prefix sums over runs of equal values; returns the number of runs.
 
-    Maximizes sum over cells of (S_b - S_a)^2 / (W_b - W_a), which is sum s w^2 less the squared
-    error. Values are taken relative to the middle one, against cancellation. A row shorter than
-    the number of cells leaves the last cells empty.
+    Some best clustering never cuts a run, so runs stand for their columns: a row of bfloat16
+    weights has far fewer values than columns. Values are taken relative to the middle one,
+    against cancellation.
+
+    Args:
+        values: [K], ascending.
+        mass: [K].
+        sums: [K + 1], written: prefix sums of mass * value.
+        masses: [K + 1], written: prefix sums of mass.
+        starts: [K + 1], written: the first column of each run, then K.
     """
     columns = len(values)
-    used = min(cells, columns)
-    sums = np.zeros(columns + 1)
-    masses = np.zeros(columns + 1)
     shift = values[columns // 2]
+    group = 0
+    total_sum = 0.0
+    total_mass = 0.0
     for k in range(columns):
-        sums[k + 1] = sums[k] + mass[k] * (values[k] - shift)
-        masses[k + 1] = masses[k] + mass[k]
-    before = np.zeros(columns + 1)
-    after = np.zeros(columns + 1)
-    cuts = np.zeros((used + 1, columns + 1), np.int32)
-    stack = np.empty((128, 4), np.int32)
-    for j in range(1, columns + 1):
+        if k > 0 and values[k] != values[k - 1]:
+            group += 1
+            starts[group] = k
+            sums[group] = total_sum
+            masses[group] = total_mass
+        total_sum += mass[k] * (values[k] - shift)
+        total_mass += mass[k]
+    group += 1
+    starts[group] = columns
+    sums[group] = total_sum
+    masses[group] = total_mass
+    return group
+
+
+@_compiled
+def _seed_borders(
+    sums: Floats, masses: Floats, starts: Ints, groups: int, cells: int, borders: Ints
+) -> None:
+    """Exact weighted k-means of a grouped row: borders of ``cells`` cells, [cells + 1].
+
+    Maximizes sum over cells of (S_b - S_a)^2 / (W_b - W_a), which is sum s w^2 less the squared
+    error. With fewer groups than cells the last cells stay empty.
+    """
+    used = min(cells, groups)
+    before = np.zeros(groups + 1)
+    after = np.zeros(groups + 1)
+    cuts = np.zeros((used + 1, groups + 1), np.int32)
+    for j in range(1, groups + 1):
         before[j] = _gain(sums, masses, 0, j)
     for layer in range(2, used):
-        _next_layer(
-            before, after, cuts[layer], sums, masses, layer, columns - (used - layer), stack
-        )
+        last = groups - (used - layer)
+        _next_layer(before, after, cuts[layer - 1], cuts[layer], sums, masses, layer, last)
         before, after = after, before
     if used > 1:
-        _, cuts[used, columns] = _best_cut(before, sums, masses, columns, used - 1, columns - 1)
-    borders[used:] = columns
+        _, cuts[used, groups] = _best_cut(before, sums, masses, groups, used - 1, groups - 1)
+    borders[used:] = starts[groups]
+    end = groups
     for layer in range(used, 0, -1):
-        borders[layer - 1] = cuts[layer, borders[layer]]
+        end = cuts[layer, end]
+        borders[layer - 1] = starts[end]
 
 
 @_compiled
@@ -232,11 +252,10 @@ def nested_rows(
     rows, columns = weights.shape
     values = np.empty(columns)
     mass = np.empty(columns)
+    sums = np.zeros(columns + 1)
+    masses = np.zeros(columns + 1)
+    starts = np.zeros(columns + 1, np.int32)
     borders = np.zeros((1 << parent_bits) + 1, np.int32)
-    while seed_bits > 0 and (1 << (seed_bits - 1)) >= columns:
-        seed_bits -= 1  # a short row: one column a cell, exact at every width that has the cells
-    seed = np.zeros((1 << seed_bits) + 1, np.int32)
-    stride = 1 << (parent_bits - seed_bits)
     for row in range(rows):
         own = row if sensitivity.shape[0] > 1 else 0
         heaviest = 0.0
@@ -247,10 +266,12 @@ def nested_rows(
             heaviest = max(heaviest, mass[k])
         _normalize(values, mass, heaviest)
         spread_exponent = _scale(values)
-        _seed_borders(values, mass, 1 << seed_bits, seed)
-        for cell in range(len(seed)):
-            borders[cell * stride] = seed[cell]
-        step = stride
+        groups = _group_equal(values, mass, sums, masses, starts)
+        cells = 1 << seed_bits
+        while cells >> 1 >= groups:
+            cells >>= 1  # one value a cell: exact at every width that has the cells
+        step = (1 << parent_bits) // cells
+        _seed_borders(sums, masses, starts, groups, cells, borders[::step])
         while step > 1:
             half = step >> 1
             for start in range(0, 1 << parent_bits, step):

@@ -95,11 +95,8 @@ def test_errors_are_the_stored_ones(name: str) -> None:
 def test_the_seed_is_the_best_of_all_cuts(data: st.DataObject) -> None:
     size = data.draw(st.integers(1, 9))
     seed_bits = data.draw(st.integers(1, 3))
-    values = data.draw(
-        st.lists(
-            st.floats(-100, 100, width=32, allow_subnormal=False), min_size=size, max_size=size
-        )
-    )
+    value = st.floats(-100, 100, width=32, allow_subnormal=False) | st.integers(-3, 3).map(float)
+    values = data.draw(st.lists(value, min_size=size, max_size=size))
     mass = data.draw(st.lists(st.sampled_from([0.0, 0.25, 1.0, 3.0]), min_size=size, max_size=size))
     weights = np.array([values])
     sensitivity = np.array([mass]) if any(mass) else np.ones((1, size))
