@@ -94,6 +94,16 @@ def test_bfloat16_mma_accumulates_in_float(ptx, sched):
     np.testing.assert_allclose(got, wide(a) @ wide(b) + c, atol=1e-5)
 
 
+@pytest.mark.parametrize("sched", SCHEDULES)
+def test_tf32_mma_takes_halves_exactly_and_cuts_longer_numbers(ptx, sched):
+    rng = np.random.default_rng(sched)
+    a = rng.standard_normal((16, 8)).astype(np.float16).astype(np.float32)
+    b, c = rng.standard_normal((8, 8)).astype(np.float32), np.zeros((16, 8), np.float32)
+    cut = (b.view(np.uint32) & 0xFFFFE000).view(np.float32)
+    got = run_mma(ptx, "mma_tf32", a, b, c, 1, sched)
+    np.testing.assert_allclose(got, a.astype(np.float64) @ cut.astype(np.float64), atol=1e-6)
+
+
 def test_every_single_int8_position_reaches_its_own_product(ptx):
     """A one at each (row, k): the layouts cannot be wrong in two ways that cancel."""
     for k in range(32):

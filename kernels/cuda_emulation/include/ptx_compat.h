@@ -6,7 +6,8 @@
 //                 ptx_cp_async{4,8,16}_zfill(dst, src, n)       the first n bytes are copied, the rest is zero
 //                 ptx_cp_async_commit(), ptx_cp_async_wait<N>(), ptx_cp_async_wait_all()
 //   ldmatrix      ptx_ldmatrix_x4, _x4_trans, _x2, _x2_trans(r, row address of this lane)
-//   mma           ptx_mma_m16n8k16_f16, ptx_mma_m16n8k16_bf16 (float d += a b), ptx_mma_m16n8k32_s8 (int d += a b)
+//   mma           ptx_mma_m16n8k16_f16, ptx_mma_m16n8k16_bf16 (float d += a b), ptx_mma_m16n8k32_s8 (int d += a b),
+//                 ptx_mma_m16n8k8_tf32 (float d += a b; operands are float bits whose low 13 bits do not count)
 //   bits          ptx_prmt(a, b, selector), ptx_lop3<immLut>(a, b, c)
 //   global loads  ptx_ld_global_nc_v2 / _v4(p): read once, not kept in L1; _evict_first_v2 / _v4(p): first to leave L1
 //   conversion    ptx_cvt_f16x2(lo, hi), ptx_cvt_bf16x2(lo, hi): two floats to a packed pair, rounded to nearest even
@@ -16,6 +17,8 @@
 //       B[32][8]:  b[0] rows 4t..4t+3 of column g; b[1] rows 16+4t..
 //   f16 A[16][16]: a[0] row g, columns 2t, 2t+1; a[1] row g+8; a[2], a[3] the same rows, columns 8+2t..
 //       B[16][8]:  b[0] rows 2t, 2t+1 of column g; b[1] rows 8+2t..
+//   tf32 A[16][8]: a[0] row g, column t; a[1] row g+8; a[2], a[3] the same rows, column 4+t
+//       B[8][8]:   b[0] row t of column g; b[1] row 4+t
 //   D[16][8]:      d[0], d[1] row g, columns 2t, 2t+1; d[2], d[3] row g+8
 #pragma once
 #if defined(CUEMU)
@@ -66,6 +69,7 @@ PTXC_LDMATRIX2(ptx_ldmatrix_x2_trans, ".trans")
   }
 PTXC_MMA(ptx_mma_m16n8k16_f16, float, "+f", "m16n8k16.row.col.f32.f16.f16.f32")
 PTXC_MMA(ptx_mma_m16n8k16_bf16, float, "+f", "m16n8k16.row.col.f32.bf16.bf16.f32")
+PTXC_MMA(ptx_mma_m16n8k8_tf32, float, "+f", "m16n8k8.row.col.f32.tf32.tf32.f32")
 PTXC_MMA(ptx_mma_m16n8k32_s8, int, "+r", "m16n8k32.row.col.s32.s8.s8.s32")
 
 // ---------------------------------------------------------------- bits (not volatile: free to move)

@@ -57,6 +57,7 @@ template <int X, bool TRANS> static inline void ldmatrix_call(const char* op, un
 template <class T> struct Mma { T* d; const unsigned *a, *b; };
 static inline float half_at(unsigned r, int i) { return h2f((uint16_t)(r >> 16 * i)); }
 static inline float bf16_at(unsigned r, int i) { return bf2f((uint16_t)(r >> 16 * i)); }
+static inline float tf32_at(unsigned r, int) { return cuemu_bits<float>(r & 0xFFFFE000u); }
 static inline int byte_at(unsigned r, int i) { return (signed char)(r >> 8 * i); }
 // PACK values a register; a K of 8 registers' width. Sums run upwards in k from the accumulator.
 template <class T, class V, int PACK, V (*AT)(unsigned, int)> static void mma(void** lanes, uint32_t present) {
@@ -113,6 +114,10 @@ PTXE void ptx_mma_m16n8k16_f16(float d[4], const unsigned a[4], const unsigned b
 PTXE void ptx_mma_m16n8k16_bf16(float d[4], const unsigned a[4], const unsigned b[2]) {
   cuemu::Mma<float> q{d, a, b};
   cuemu::warp_coll(0xffffffffu, "mma.m16n8k16.bf16", &q, cuemu::mma<float, float, 2, cuemu::bf16_at>);
+}
+PTXE void ptx_mma_m16n8k8_tf32(float d[4], const unsigned a[4], const unsigned b[2]) {
+  cuemu::Mma<float> q{d, a, b};
+  cuemu::warp_coll(0xffffffffu, "mma.m16n8k8.tf32", &q, cuemu::mma<float, float, 1, cuemu::tf32_at>);
 }
 PTXE void ptx_mma_m16n8k32_s8(int d[4], const unsigned a[4], const unsigned b[2]) {
   cuemu::Mma<int> q{d, a, b};

@@ -20,6 +20,9 @@ extern "C" __global__ void mma_f16(const unsigned* a, const unsigned* b, const f
 extern "C" __global__ void mma_bf16(const unsigned* a, const unsigned* b, const float* c, float* d) {
   one_mma<float, ptx_mma_m16n8k16_bf16>(a, b, c, d);
 }
+extern "C" __global__ void mma_tf32(const unsigned* a, const unsigned* b, const float* c, float* d) {
+  one_mma<float, ptx_mma_m16n8k8_tf32>(a, b, c, d);
+}
 
 // words: [n, 3] unsigned, out: [n, 5] unsigned
 extern "C" __global__ void bit_functions(const unsigned* words, unsigned* out, int n) {
