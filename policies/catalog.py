@@ -6,6 +6,12 @@ from collections.abc import Callable
 
 import numpy as np
 
+from policies.precision_baselines import (
+    GreedyPlanner,
+    UniformPlanner,
+    UniformRemainderPlanner,
+)
+from policies.precision_plan import Engine, HullPlanner, PrecisionPlanner
 from policies.provisioning import Provisioning
 from policies.routing import LeastTokenLoad, PowerOfTwo, RandomSlot, RoundRobin, RoutingPolicy
 
@@ -23,6 +29,13 @@ PROVISIONING: dict[str, Callable[[], Provisioning]] = {
     "exact": lambda: Provisioning("exact"),
 }
 
+PRECISION: dict[str, Callable[[Engine], PrecisionPlanner]] = {
+    "hull": HullPlanner,
+    "greedy": GreedyPlanner,
+    "uniform": UniformPlanner,
+    "uniform_remainder": UniformRemainderPlanner,
+}
+
 
 def routing_policy(name: str, rng: np.random.Generator) -> RoutingPolicy:
     """The routing policy of that name, with its own source of chance.
@@ -33,3 +46,14 @@ def routing_policy(name: str, rng: np.random.Generator) -> RoutingPolicy:
     if name not in ROUTING:
         raise ValueError(f"routing must be one of {', '.join(ROUTING)}, found {name!r}")
     return ROUTING[name](rng)
+
+
+def precision_planner(name: str, engine: Engine = "auto") -> PrecisionPlanner:
+    """The precision planner of that name.
+
+    Raises:
+        ValueError: If there is none of that name.
+    """
+    if name not in PRECISION:
+        raise ValueError(f"precision must be one of {', '.join(PRECISION)}, found {name!r}")
+    return PRECISION[name](engine)
