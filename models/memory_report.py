@@ -62,7 +62,9 @@ class MemoryQuestion:
             if value is not None and value < 1:
                 raise WeightMemoryError(f"{name}: must be >= 1, found {value}")
         if not 0.0 < self.saving < 1.0:
-            raise WeightMemoryError(f"saving: must be within 0..1, found {self.saving}")
+            raise WeightMemoryError(
+                f"saving: must be more than 0 and less than 100 %, found {100 * self.saving:g} %"
+            )
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -19,6 +19,7 @@ import typer
 from models.scenario import Scenario
 from models.strict_tables import ScenarioError
 from traces.errors import TraceError
+from twin.memory_command import memory
 from twin.trace_commands import trace_app
 
 app = typer.Typer(
@@ -33,6 +34,7 @@ app = typer.Typer(
 calibrate_app = typer.Typer(help="Fit cost models to measurements.", no_args_is_help=True)
 app.add_typer(calibrate_app, name="calibrate")
 app.add_typer(trace_app, name="trace")
+app.command()(memory)
 
 
 class Executor(StrEnum):
@@ -126,7 +128,9 @@ def _drop_output() -> None:
 def _input_errors() -> tuple[type[Exception], ...]:
     """Errors that the person at the keyboard can mend."""
     from models.calibration import CalibrationError
+    from models.hf_config import HfConfigError
     from models.slot_load import HeavyTailError
+    from models.weight_memory import WeightMemoryError
     from policies.provisioning import InfeasibleError
     from traces.record import RunDirectoryError
 
@@ -135,8 +139,10 @@ def _input_errors() -> tuple[type[Exception], ...]:
         TraceError,
         CalibrationError,
         HeavyTailError,
+        HfConfigError,
         InfeasibleError,
         RunDirectoryError,
+        WeightMemoryError,
     )
 
 
