@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import NamedTuple
+from typing import Literal, NamedTuple
 
 import numpy as np
 from numpy.typing import NDArray
@@ -74,3 +74,27 @@ class PrecisionPlan:
     gap: float
     is_optimal: bool
     bytes_short: int
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class PrecisionDecision:
+    """What the precision policy orders at one step boundary, and what it expects of it.
+
+    Attributes:
+        orders: Drops and raises; empty where nothing is to be done.
+        reason: Why: memory is short (``shrink``), a KV allocation has failed (``emergency``),
+            memory is plentiful (``restore``), better use of the same bytes (``exchange``).
+        pages_short: Pages that lack with every block at its floor; preempt requests for them.
+        bytes_: Bytes held once the orders are carried out; None where nothing was planned.
+        damage: Damage then, multipliers included; None where nothing was planned.
+        lp_bound: No widths of that many bytes have less damage, whatever had to be copied.
+        gap: damage / lp_bound - 1.
+    """
+
+    orders: PrecisionOrders
+    reason: Literal["none", "shrink", "emergency", "restore", "exchange"]
+    pages_short: int = 0
+    bytes_: int | None = None
+    damage: float | None = None
+    lp_bound: float | None = None
+    gap: float | None = None

@@ -32,15 +32,14 @@ def compiled(function: Function) -> Function:
 
 
 @compiled
-def capped_steps(
-    bytes_: Ints, damage: Floats, cap_level: Ints, next_level: Ints, ratio: Floats
+def hull_steps(
+    bytes_: Ints, damage: Floats, cap_level: Ints, below_cap: int, next_level: Ints, ratio: Floats
 ) -> None:
-    """``precision_tables.hull_steps`` of the blocks whose cap is below the top, in place."""
-    num_blocks, num_levels = bytes_.shape
-    for i in range(num_blocks):
-        if cap_level[i] == num_levels - 1:
+    """``precision_tables.hull_steps`` of the blocks whose cap is below ``below_cap``, in place."""
+    for i in range(len(bytes_)):
+        if cap_level[i] >= below_cap:
             continue
-        for low in range(num_levels):
+        for low in range(bytes_.shape[1]):
             best, vertex = 0.0, low
             for high in range(low + 1, cap_level[i] + 1):
                 saved = damage[i, low] - damage[i, high]

@@ -17,7 +17,7 @@ from policies.orders import PrecisionPlan
 from policies.precision_core import Core, core_of, core_search, single_move_numpy
 from policies.precision_problem import Problem, answer, at_floors, problem
 from policies.precision_select import Cut, cut_numpy
-from policies.precision_tables import BlockTables, Floats, Ints
+from policies.precision_tables import BlockTables, Floats, Ints, hull_steps
 
 Engine = Literal["auto", "compiled", "numpy"]
 
@@ -145,6 +145,24 @@ def compiled_loops(engine: Engine) -> Any:
         return None
 
 
+def with_damage(tables: BlockTables, damage: Floats, engine: Engine = "auto") -> BlockTables:
+    """The same blocks with other damage, and the hulls redone.
+
+    Args:
+        tables: The blocks.
+        damage: [num_blocks, num_levels] finite, >= 0; not checked again.
+        engine: See ``compiled_loops``.
+    """
+    loops = compiled_loops(engine)
+    top = np.full(tables.num_blocks, tables.top_level)
+    if loops is None:
+        steps = hull_steps(tables.bytes_, damage, top)
+    else:
+        steps = (np.empty_like(tables.next_level), np.empty_like(tables.ratio))
+        loops.hull_steps(tables.bytes_, damage, top, tables.top_level + 1, *steps)
+    return BlockTables(tables.bits, tables.bytes_, damage, *steps)
+
+
 def threshold_cut(loops: Any, asked: Problem) -> Cut:
     """The plan of the threshold and its linear bound, compiled or in numpy."""
     tables = asked.tables
@@ -153,7 +171,9 @@ def threshold_cut(loops: Any, asked: Problem) -> Cut:
     next_level, ratio = tables.next_level, tables.ratio
     if (asked.cap < tables.top_level).any():
         next_level, ratio = next_level.copy(), ratio.copy()
-        loops.capped_steps(tables.bytes_, tables.damage, asked.cap, next_level, ratio)
+        loops.hull_steps(
+            tables.bytes_, tables.damage, asked.cap, tables.top_level, next_level, ratio
+        )
     step_ratio = np.zeros(tables.bytes_.size)
     step_bytes = np.zeros(tables.bytes_.size, dtype=np.int64)
     total = loops.chains(

@@ -1,7 +1,8 @@
 """The decision log: every policy call and its orders, as JSON Lines.
 
 Either engine writes it with ``DecisionLog``; replaying it through fresh policies must give the
-same orders. Arrays are written in full: what a policy is told at one call is small.
+same orders. Arrays are written in full where what a policy is told at one call is small, else as
+a hash and the entries that have changed since the call before (``traces.array_deltas``).
 """
 
 from __future__ import annotations
@@ -17,7 +18,9 @@ from pathlib import Path
 from typing import Any, cast
 
 import numpy as np
+from numpy.typing import NDArray
 
+from traces.array_deltas import ArrayDeltas
 from traces.errors import TraceError
 
 FORMAT = "serving-twin-decisions"
@@ -60,6 +63,7 @@ class DecisionLog:
     max_calls: int = 10_000
     decisions: list[Decision] = field(default_factory=list)
     calls_left_out: int = 0
+    _deltas: ArrayDeltas = field(default_factory=ArrayDeltas, repr=False)
 
     @property
     def is_full(self) -> bool:
@@ -67,19 +71,39 @@ class DecisionLog:
         return len(self.decisions) >= self.max_calls
 
     def record(
-        self, policy: str, call: str, args: Mapping[str, Any], orders: Any, *, now: float
+        self,
+        policy: str,
+        call: str,
+        args: Mapping[str, Any],
+        orders: Any,
+        *,
+        now: float,
+        arrays: Mapping[str, NDArray[Any]] | None = None,
     ) -> None:
-        """Keep one call; numpy arrays become lists."""
+        """Keep one call; numpy arrays become lists.
+
+        Args:
+            policy: Name of the policy object within the run.
+            call: Method that was called.
+            args: Keyword -> value.
+            orders: The answer.
+            now: Seconds since the start of the run.
+            arrays: Further keywords with large arrays, written as changes per policy and keyword.
+        """
         if self.is_full:
             self.calls_left_out += 1
             return
+        changes = {
+            key: self._deltas.encode(f"{policy}.{key}", array)
+            for key, array in (arrays or {}).items()
+        }
         self.decisions.append(
             Decision(
                 n=len(self.decisions),
                 now=now,
                 policy=policy,
                 call=call,
-                args={key: plain(value) for key, value in args.items()},
+                args={key: plain(value) for key, value in args.items()} | changes,
                 orders=plain(orders),
             )
         )

@@ -13,6 +13,7 @@ from numpy.typing import NDArray
 from models.bundle import Bundle, LatencyCoefficients
 from models.streams import stream
 from policies.catalog import PROVISIONING, routing_policy
+from policies.precision_log import ReplayedPrecision
 from policies.provisioning import Provisioning, ProvisioningLimits
 from policies.routing import RoutingPolicy
 from traces.decisions import Decision, plain, read_decisions
@@ -77,16 +78,23 @@ def _fresh(file: Path, recipes: Mapping[str, Any], name: str) -> Any:
     kind = recipe.get("kind")
     if kind == "provisioning" and recipe.get("name") in tuple(PROVISIONING):
         return PROVISIONING[recipe["name"]]()
+    if kind == "precision":
+        try:
+            return ReplayedPrecision(recipe)
+        except (LookupError, TypeError, ValueError, AttributeError, OverflowError) as error:
+            raise TraceError(f"{file}:1: policies: recipe of {name!r}: {error}") from error
     if kind == "routing":
         try:
             rng = stream(recipe["seed"], recipe["stream"], recipe["replication"])
             return routing_policy(recipe["name"], rng)
         except (LookupError, TypeError, ValueError, AttributeError) as error:
             raise TraceError(f"{file}:1: policies: recipe of {name!r}: {error}") from error
-    raise TraceError(f"{file}:1: policies: unknown recipe {dict(recipe)!r}")
+    raise TraceError(f"{file}:1: policies: unknown recipe {dict(recipe)!r:.200}")
 
 
 def _repeat(policy: Any, decision: Decision) -> Any:
+    if isinstance(policy, ReplayedPrecision):
+        return policy.repeat(decision.call, decision.args, now=decision.now)
     is_provisioning = isinstance(policy, Provisioning)
     call = "decide" if is_provisioning else "assign"
     if decision.call != call:
@@ -97,7 +105,7 @@ def _repeat(policy: Any, decision: Decision) -> Any:
 def _comparable(orders: Any, decision: Decision) -> Any:
     """The orders as the log would hold them; older logs know no ``given_r`` and its answer."""
     found = plain(orders)
-    if decision.call == "decide" and "given_r" not in decision.args:
+    if decision.call == "decide" and "lengths" in decision.args and "given_r" not in decision.args:
         found.pop("misses_limit_high", None)
     return found
 
