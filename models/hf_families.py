@@ -133,8 +133,10 @@ def read_deepseek_v3(fields: ConfigFields, name: str) -> LlmShape:
     sparse = LayerShape(attention=attention, mlp=None, moe=moe)
     layers = [dense if i < num_dense else sparse for i in range(count)]
     notes = []
-    if extra := fields.size("num_nextn_predict_layers", "num_mtp_layers", default=0, low=0):
-        notes.append(f"{extra} layer(s) of multi-token prediction are not counted")
+    if extra := fields.size("num_nextn_predict_layers", "num_mtp_layers", default=1, low=0):
+        several = f"{extra} layers of multi-token prediction are"
+        one = "the layer of multi-token prediction is"
+        notes.append(f"{one if extra == 1 else several} not counted")
     return _shape(fields, name, layers, max_context=4096, notes=notes)
 
 

@@ -17,6 +17,7 @@ OTHER, PLANES, TABLES, WASTE, FREED = "#6b7782", "#1f4e8c", "#e0a030", "#c9b48a"
 TARGET, BUDGET, TOKENS = "#c0392b", "#333333", "#2b6b41"
 MAX_COLUMNS = 3
 _BAR_WIDTH = 0.74
+_LEAST_BARS = 3  # a panel is this many bars wide at least
 
 
 def draw_memory(models: Sequence[Mapping[str, Any]]) -> bytes:
@@ -73,7 +74,7 @@ def _panel(axes: Axes, model: Mapping[str, Any]) -> None:
             _room(axes, at, bottom, budget["bytes"] / GIGA, use)
     if budget is not None:
         axes.axhline(budget["bytes"] / GIGA, color=BUDGET, lw=1.2, ls=(0, (1, 1)), label="budget")
-    if model["target"]:
+    elif model["target"]:
         saving = model["target"]["saving"]
         axes.axhline(
             (1.0 - saving) * top,
@@ -83,7 +84,8 @@ def _panel(axes: Axes, model: Mapping[str, Any]) -> None:
             label=f"{100 * saving:.1f} % less than at 16 bits",
         )
     axes.set_xticks(range(len(bars)), [name for name, *_ in bars])
-    axes.set_xlabel("bits per expert weight" if model["widths"] else "bits per weight")
+    axes.set_xlim(-0.55, max(len(bars), _LEAST_BARS) - 0.45)
+    axes.set_xlabel("bits per expert weight" if model["widths"] else "bits per weight (no experts)")
     axes.set_ylabel("GB")
     highest = max(top, budget["bytes"] / GIGA if budget else 0.0)
     axes.set_ylim(0.0, 1.06 * highest)
@@ -110,7 +112,7 @@ def _freed(axes: Axes, at: int, bottom: float, top: float, tokens: int | None) -
         axes.bar(
             at, top - bottom, _BAR_WIDTH, bottom, color=FREED, label="freed: KV tokens it holds"
         )
-        _write(axes, at, (bottom + top) / 2, short(tokens))
+        _write(axes, at, (bottom + top) / 2, short(tokens), "center")
 
 
 def _room(axes: Axes, at: int, bottom: float, budget: float, use: Mapping[str, Any]) -> None:
@@ -119,12 +121,14 @@ def _room(axes: Axes, at: int, bottom: float, budget: float, use: Mapping[str, A
         axes.bar(
             at, budget - bottom, _BAR_WIDTH, bottom, color=FREED, label="left: KV tokens it holds"
         )
-        tokens = use["kv_tokens"]
-        _write(axes, at, (bottom + budget) / 2, "no limit" if tokens is None else short(tokens))
+    tokens = use["kv_tokens"]
+    text = "no limit" if tokens is None else short(tokens)
+    if use["fits"]:
+        _write(axes, at, budget, text, "bottom")
 
 
-def _write(axes: Axes, at: int, height: float, text: str) -> None:
-    axes.text(at, height, text, ha="center", va="center", fontsize=8, color=TOKENS)
+def _write(axes: Axes, at: int, height: float, text: str, side: str) -> None:
+    axes.text(at, height, text, ha="center", va=side, fontsize=8, color=TOKENS)
 
 
 def short(tokens: int) -> str:

@@ -27,6 +27,8 @@ def print_memory(models: Sequence[Mapping[str, Any]], console: Console) -> None:
     if any(model["target"] for model in models):
         console.print()
         console.print(target_table(models, plain))
+    console.print()
+    console.print(Text(how_to_read(models)))
     notes = [f"{model['model']}: {note}" for model in models for note in model["notes"]]
     if notes:
         console.print()
@@ -59,7 +61,7 @@ def facts(model: Mapping[str, Any], plain: bool) -> Table:
 
 def widths_table(model: Mapping[str, Any], plain: bool) -> Table:
     """Bytes, effective bits, saving and freed tokens at each width."""
-    storage, full = model["storage"], model["full"]
+    full = model["full"]
     table = new_table(
         "Experts at fewer bits",
         plain,
@@ -84,13 +86,6 @@ def widths_table(model: Mapping[str, Any], plain: bool) -> Table:
             percent(width["saving"], 1),
             count(width["freed_kv_tokens"]) if width["freed_bytes"] >= 0 else "none",
         )
-    which = "the width in use" if storage["tables"] == "active" else "all widths up to it"
-    table.caption = (
-        f"effective: bits per weight with {storage['entry']} tables of {which}; in pages: what "
-        f"rounding to pages of {kibibytes(storage['page_bytes'])} adds; frees tokens: of KV cache, "
-        f"in the pages given back{_where_tokens(model)}"
-    )
-    table.caption_justify = "left"
     return table
 
 
@@ -107,20 +102,13 @@ def budget_table(model: Mapping[str, Any], plain: bool) -> Table:
             gigabytes(full["other_bytes"] + width["paged_bytes"]),
             *_left(width["budget"]),
         )
-    sequences = budget["num_sequences"]
-    caption = (
-        "weights: whole pages; KV tokens: "
-        + ("of one sequence" if sequences == 1 else f"of {count(sequences)} equal sequences")
-        + ", its sliding windows included" * bool(model["kv"]["window_bytes"])
-    )
     if model["widths"]:
-        caption += (
-            ". Not even the lowest width fits"
+        table.caption = (
+            "the weights alone do not fit at any width"
             if budget["bits"] is None
-            else f". Weights alone fit up to an average of {budget['bits']:.2f} bits"
+            else f"the weights alone fit up to {budget['bits']:.2f} bits"
         )
-    table.caption = caption
-    table.caption_justify = "left"
+        table.caption_justify = "left"
     return table
 
 
@@ -129,12 +117,12 @@ def target_table(models: Sequence[Mapping[str, Any]], plain: bool) -> Table:
     shown = [model for model in models if model["target"]]
     share = percent(shown[0]["target"]["saving"], 1)
     table = new_table(
-        f"Where {share} of the memory of all weights is saved",
+        f"Bits at which {share} of the memory of all weights is saved",
         plain,
         "model",
-        "reached",
-        "not reached",
-        "average bits",
+        "enough",
+        "too little",
+        "average",
         "in pages",
     )
     for model in shown:
@@ -146,6 +134,27 @@ def target_table(models: Sequence[Mapping[str, Any]], plain: bool) -> Table:
             _average(target["bits_in_pages"]),
         )
     return table
+
+
+def how_to_read(models: Sequence[Mapping[str, Any]]) -> str:
+    """What the columns count."""
+    storage, kv, budget = models[0]["storage"], models[0]["kv"], models[0]["budget"]
+    which = "the width in use" if storage["tables"] == "active" else "all widths up to it"
+    lines = ["GB: 10^9 bytes."]
+    if any(model["widths"] for model in models):
+        lines += [
+            f"effective: bits per weight, {storage['entry']} tables of {which} included.",
+            f"in pages: what rounding every plane and table up to pages of "
+            f"{kibibytes(storage['page_bytes'])} adds.",
+            "frees tokens: KV cache that fits into the pages given back, at "
+            f"{8 * kv['value_bytes']} bits a value"
+            + (", beyond the sliding windows." if any(map(_has_window, models)) else "."),
+        ]
+    if budget:
+        sequences = budget["num_sequences"]
+        many = "one sequence" if sequences == 1 else f"{count(sequences)} equally long sequences"
+        lines.append(f"KV tokens: of {many}, beside weights in whole pages.")
+    return " ".join(lines)
 
 
 def gigabytes(num_bytes: float) -> str:
@@ -168,7 +177,7 @@ def billions(parameters: int) -> str:
 def bits(width: float) -> str:
     """A width; whole ones without decimals."""
     whole = round(width)
-    return str(whole) if abs(width - whole) < _WHOLE_WIDTH else f"{width:.2f}"
+    return str(whole) if abs(width - whole) < _WHOLE_WIDTH else f"{width:.2f}".rstrip("0")
 
 
 def _layers(model: Mapping[str, Any]) -> str:
@@ -196,11 +205,8 @@ def _cache(model: Mapping[str, Any]) -> str:
     return f"{text}; {kv['block_tokens']} tokens of a layer: {pages} page{plural}"
 
 
-def _where_tokens(model: Mapping[str, Any]) -> str:
-    kv = model["kv"]
-    if not kv["window_bytes"]:
-        return ""
-    return ", beyond the sliding windows" if kv["token_bytes"] else ", inside sliding windows"
+def _has_window(model: Mapping[str, Any]) -> bool:
+    return bool(model["widths"] and model["kv"]["window_bytes"] and model["kv"]["token_bytes"])
 
 
 def _left(use: Mapping[str, Any]) -> tuple[str, str]:
@@ -212,7 +218,7 @@ def _left(use: Mapping[str, Any]) -> tuple[str, str]:
 
 def _sides(target: Mapping[str, Any]) -> tuple[str, str]:
     """Savings of the whole widths that do and do not reach the asked share."""
-    cells = [f"{percent(v, 1)} at {k} bits" for k, v in target["saving_by_bits"].items()]
+    cells = [f"{k} bits: {percent(v, 1)}" for k, v in target["saving_by_bits"].items()]
     if target["bits"] is None:
         return "-", cells[0]
     return cells[0], cells[1] if len(cells) > 1 else "-"
