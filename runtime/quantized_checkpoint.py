@@ -1,0 +1,226 @@
+"""A quantized checkpoint: weight blocks as bit planes and tables, read when asked for.
+
+A folder with ``pagedweight.json``, safetensors files, and the source's configuration and tokenizer
+files. Per block, ``{name}.planes`` is int32 (the bits of uint32) [B, N, ceil(K/32)], plane p
+holding bit B-1-p of every code, and ``{name}.table{q}`` is float16 [N, 2**q]. All other tensors
+are the source's, bit for bit.
+"""
+
+from __future__ import annotations
+
+import json
+import mmap
+import zlib
+from collections.abc import Callable
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+from numpy.typing import NDArray
+
+from runtime.checkpoint_source import FLOAT_DTYPES, as_float32
+from runtime.checkpoint_tensors import TensorEntry, TensorFileError, file_sha256, read_header
+from runtime.quantized_manifest import (
+    BlockRecord,
+    Manifest,
+    QuantizedCheckpointError,
+    read_manifest,
+)
+
+__all__ = ["QuantizedBlock", "QuantizedCheckpoint", "QuantizedCheckpointError"]
+
+
+@dataclass(frozen=True, slots=True)
+class QuantizedBlock:
+    """One weight block; its arrays are views of the file, read-only.
+
+    planes: [B, N, ceil(K/32)] uint32.
+    tables: by width, [N, 2**q] float16.
+    columns: K.
+    """
+
+    planes: NDArray[np.uint32]
+    tables: dict[int, NDArray[np.float16]]
+    columns: int
+
+
+class QuantizedCheckpoint:
+    """An opened quantized checkpoint.
+
+    Attributes:
+        folder: Where it lies.
+        manifest: ``pagedweight.json``.
+        blocks: What is known of every block, by layer, expert, module (gate_up before down).
+        levels: Widths that can be served, ascending.
+        damage: [blocks, levels] float64.
+        config: The model's ``config.json``.
+        other_tensors: The file and place of every tensor that is no expert's.
+    """
+
+    def __init__(self, folder: Path, manifest: Manifest, config: dict[str, Any]) -> None:
+        self.folder = folder
+        self.manifest = manifest
+        self.blocks: tuple[BlockRecord, ...] = manifest.blocks
+        self.levels = manifest.levels
+        self.damage = np.array([block.damage for block in manifest.blocks], dtype=np.float64)
+        self.config = config
+        self._views: dict[str, mmap.mmap] = {}
+        self._entries = _checked_entries(folder, manifest)
+        expert_names = {name for block in self.blocks for name in manifest.tensors(block)}
+        self.other_tensors = {
+            name: place for name, place in self._entries.items() if name not in expert_names
+        }
+
+    @classmethod
+    def open(cls, folder: Path | str, *, verify: bool = False) -> QuantizedCheckpoint:
+        """Open a checkpoint; every file's size and every tensor's place and shape are checked.
+
+        Args:
+            folder: Its folder.
+            verify: Also read all files and compare their SHA-256.
+
+        Raises:
+            QuantizedCheckpointError: If it is unfinished, damaged or of another version.
+        """
+        folder = Path(folder)
+        manifest = read_manifest(folder)
+        for name, record in manifest.files.items():
+            try:
+                size = (folder / name).stat().st_size
+            except OSError as error:
+                raise QuantizedCheckpointError(
+                    f"{folder / name}: cannot be read: {error.strerror}"
+                ) from None
+            if size != record.num_bytes:
+                raise QuantizedCheckpointError(
+                    f"{folder / name}: {size} bytes, pagedweight.json has {record.num_bytes}"
+                )
+        checkpoint = cls(folder, manifest, _read_config(folder))
+        if verify:
+            checkpoint.verify()
+        return checkpoint
+
+    def verify(self, on_bytes: Callable[[int], None] = lambda num_bytes: None) -> None:
+        """Compare the SHA-256 of every file.
+
+        Args:
+            on_bytes: Told the size of every file that is done.
+
+        Raises:
+            QuantizedCheckpointError: For the first file that differs; names the damaged planes
+                where it is a file of experts.
+        """
+        for name, record in self.manifest.files.items():
+            if file_sha256(self.folder / name) != record.sha256:
+                raise QuantizedCheckpointError(
+                    f"{self.folder / name}: SHA-256 differs from pagedweight.json"
+                    + self._damaged_planes(name)
+                )
+            on_bytes(record.num_bytes)
+
+    def block(self, index: int, *, verify: bool = False) -> QuantizedBlock:
+        """Planes and tables of a block.
+
+        Args:
+            index: Its number, layer by layer, expert by expert, gate_up before down.
+            verify: Also compare the CRC-32 of its planes.
+
+        Raises:
+            IndexError: If there is no such block.
+            QuantizedCheckpointError: If a plane is damaged.
+        """
+        record = self.blocks[index]
+        arrays: dict[str, NDArray[Any]] = {}
+        for name, (dtype, shape) in self.manifest.tensors(record).items():
+            numpy_dtype = "<u4" if dtype == "I32" else "<f2"
+            arrays[name] = np.frombuffer(self._bytes(name), numpy_dtype).reshape(shape)
+        planes = arrays[f"{record.name}.planes"]
+        if verify:
+            damaged = damaged_planes(planes, record)
+            if damaged:
+                raise QuantizedCheckpointError(
+                    f"{self.folder / record.file}: tensor {record.name}.planes: CRC-32 of plane"
+                    f" {damaged[0]} differs from pagedweight.json"
+                )
+        tables = {q: arrays[f"{record.name}.table{q}"] for q in self.levels}
+        return QuantizedBlock(planes, tables, record.columns)
+
+    def other_tensor(self, name: str) -> tuple[str, tuple[int, ...], memoryview]:
+        """dtype as safetensors spells it, shape and bytes of a tensor that is no expert's.
+
+        Raises:
+            KeyError: If there is no such tensor.
+        """
+        _, entry = self.other_tensors[name]
+        return entry.dtype, entry.shape, self._bytes(name)
+
+    def other_float32(self, name: str) -> NDArray[np.float32]:
+        """A bfloat16, float16 or float32 tensor that is no expert's, as float32.
+
+        Raises:
+            KeyError: If there is no such tensor.
+            QuantizedCheckpointError: If it has another dtype.
+        """
+        dtype, shape, content = self.other_tensor(name)
+        if dtype not in FLOAT_DTYPES:
+            raise QuantizedCheckpointError(f"{self.folder}: tensor {name}: dtype {dtype}")
+        return as_float32(content, dtype).reshape(shape)
+
+    def _bytes(self, name: str) -> memoryview:
+        file, entry = self._entries[name]
+        if file not in self._views:
+            with (self.folder / file).open("rb") as stream:
+                self._views[file] = mmap.mmap(stream.fileno(), 0, access=mmap.ACCESS_READ)
+        return memoryview(self._views[file])[entry.start : entry.start + entry.num_bytes]
+
+    def _damaged_planes(self, file: str) -> str:
+        for index, record in enumerate(self.blocks):
+            if record.file == file:
+                damaged = damaged_planes(self.block(index).planes, record)
+                if damaged:
+                    return f"; plane {damaged[0]} of {record.name} is damaged"
+        return ""
+
+
+def damaged_planes(planes: NDArray[np.uint32], block: BlockRecord) -> list[int]:
+    """Planes whose CRC-32 differs from the manifest's."""
+    return [
+        plane
+        for plane, checksum in enumerate(block.plane_crc32)
+        if zlib.crc32(planes[plane].tobytes()) != checksum
+    ]
+
+
+def _checked_entries(folder: Path, manifest: Manifest) -> dict[str, tuple[str, TensorEntry]]:
+    """File and place of every tensor; the blocks' are held to their shapes."""
+    entries: dict[str, tuple[str, TensorEntry]] = {}
+    for file in manifest.files:
+        if file.endswith(".safetensors"):
+            try:
+                header, _ = read_header(folder / file)
+            except TensorFileError as error:
+                raise QuantizedCheckpointError(str(error)) from None
+            entries.update({name: (file, entry) for name, entry in header.items()})
+    for block in manifest.blocks:
+        for name, (dtype, shape) in manifest.tensors(block).items():
+            if name not in entries or entries[name][0] != block.file:
+                raise QuantizedCheckpointError(f"{folder / block.file}: tensor {name} is missing")
+            entry = entries[name][1]
+            if entry.dtype != dtype or entry.shape != shape:
+                raise QuantizedCheckpointError(
+                    f"{folder / block.file}: tensor {name}: {entry.dtype} {list(entry.shape)},"
+                    f" must be {dtype} {list(shape)}"
+                )
+    return entries
+
+
+def _read_config(folder: Path) -> dict[str, Any]:
+    path = folder / "config.json"
+    try:
+        config = json.loads(path.read_text("utf-8"))
+    except (OSError, ValueError) as error:
+        raise QuantizedCheckpointError(f"{path}: cannot be read: {error}") from None
+    if not isinstance(config, dict):
+        raise QuantizedCheckpointError(f"{path}: no JSON object")
+    return config

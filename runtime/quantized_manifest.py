@@ -1,0 +1,268 @@
+"""``pagedweight.json``: what a quantized checkpoint consists of. It is written last.
+
+Reading is strict: a missing field, another type or a contradiction is an error that names it.
+"""
+
+from __future__ import annotations
+
+import json
+import math
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any, Literal, TypeVar
+
+MANIFEST = "pagedweight.json"
+JOURNAL = "pagedweight-progress.json"
+FORMAT = "pagedweight"
+FORMAT_VERSION = 1
+MODULES = ("gate_up", "down")
+
+T = TypeVar("T")
+TensorLayout = dict[str, tuple[str, tuple[int, ...]]]
+DamageKind = Literal["calibrated", "squared_error"]
+
+
+class QuantizedCheckpointError(ValueError):
+    """A quantized checkpoint that cannot be used; the message names the file and the field."""
+
+
+@dataclass(frozen=True, slots=True)
+class FileRecord:
+    """One file of the checkpoint: its size and SHA-256."""
+
+    num_bytes: int
+    sha256: str
+
+
+@dataclass(frozen=True, slots=True)
+class BlockRecord:
+    """One weight block.
+
+    layer: the model's layer.
+    expert: from 0.
+    module: ``gate_up`` or ``down``.
+    rows: N.
+    columns: K.
+    file: the file that holds it.
+    plane_crc32: CRC-32 of every plane's bytes.
+    damage: damage at every level.
+    """
+
+    layer: int
+    expert: int
+    module: str
+    rows: int
+    columns: int
+    file: str
+    plane_crc32: tuple[int, ...]
+    damage: tuple[float, ...]
+
+    @property
+    def name(self) -> str:
+        """What its tensors' names begin with."""
+        return f"model.layers.{self.layer}.mlp.experts.{self.expert}.{self.module}"
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Manifest:
+    """The content of ``pagedweight.json``.
+
+    parent_bits, seed_bits, min_bits: widths of the quantization.
+    damage_kind: ``calibrated``, or ``squared_error`` where every weight counts the same.
+    blocks: by layer, expert, module.
+    files: by name, all files but this one.
+    provenance: source, calibration and program, as plain JSON.
+    """
+
+    parent_bits: int
+    seed_bits: int
+    min_bits: int
+    damage_kind: DamageKind
+    blocks: tuple[BlockRecord, ...]
+    files: dict[str, FileRecord]
+    provenance: dict[str, Any]
+
+    @property
+    def levels(self) -> tuple[int, ...]:
+        """Widths that have a table, ascending."""
+        return tuple(range(self.min_bits, self.parent_bits + 1))
+
+    def tensors(self, block: BlockRecord) -> TensorLayout:
+        """dtype and shape of a block's tensors, by name."""
+        return block_layout(block.name, block.rows, block.columns, self.parent_bits, self.levels)
+
+    def to_json(self) -> bytes:
+        """The file's bytes; the same manifest gives the same bytes."""
+        blocks = [
+            {
+                "layer": block.layer,
+                "expert": block.expert,
+                "module": block.module,
+                "rows": block.rows,
+                "columns": block.columns,
+                "file": block.file,
+                "plane_crc32": list(block.plane_crc32),
+                "damage": list(block.damage),
+            }
+            for block in self.blocks
+        ]
+        files = {
+            name: {"bytes": record.num_bytes, "sha256": record.sha256}
+            for name, record in self.files.items()
+        }
+        table = {
+            "format": FORMAT,
+            "version": FORMAT_VERSION,
+            "parent_bits": self.parent_bits,
+            "seed_bits": self.seed_bits,
+            "min_bits": self.min_bits,
+            "levels": list(self.levels),
+            "damage_kind": self.damage_kind,
+            "provenance": self.provenance,
+            "files": files,
+            "blocks": blocks,
+        }
+        return (json.dumps(table, indent=1) + "\n").encode()
+
+
+def block_layout(
+    name: str, rows: int, columns: int, parent_bits: int, levels: Sequence[int]
+) -> TensorLayout:
+    """dtype and shape of a block's tensors by name: planes, then tables by ascending width."""
+    layout: TensorLayout = {f"{name}.planes": ("I32", (parent_bits, rows, -(-columns // 32)))}
+    for bits in levels:
+        layout[f"{name}.table{bits}"] = ("F16", (rows, 1 << bits))
+    return layout
+
+
+def read_manifest(folder: Path) -> Manifest:
+    """Read and check ``pagedweight.json`` of a folder.
+
+    Raises:
+        QuantizedCheckpointError: If there is none, or it is damaged or of another version.
+    """
+    path = folder / MANIFEST
+    try:
+        table = json.loads(path.read_text("utf-8"))
+    except FileNotFoundError:
+        raise QuantizedCheckpointError(_absent(folder)) from None
+    except OSError as error:
+        raise QuantizedCheckpointError(f"{path}: cannot be read: {error.strerror}") from None
+    except ValueError as error:
+        raise QuantizedCheckpointError(f"{path}: no JSON: {error}") from None
+    fields = _Fields(str(path), "", table)
+    if fields.get("format", str) != FORMAT:
+        raise fields.error("format", f"{table['format']!r}, must be {FORMAT!r}")
+    if fields.get("version", int) != FORMAT_VERSION:
+        raise fields.error("version", f"{table['version']}, this program reads {FORMAT_VERSION}")
+    return _manifest(fields)
+
+
+def _absent(folder: Path) -> str:
+    if (folder / JOURNAL).exists():
+        return f"{folder}: an unfinished quantization; finish it with --resume"
+    if not folder.is_dir():
+        return f"{folder}: no folder"
+    return f"{folder}: no quantized checkpoint ({MANIFEST} is missing)"
+
+
+def _manifest(fields: _Fields) -> Manifest:
+    parent = fields.whole("parent_bits", 1, 8)
+    low = fields.whole("min_bits", 1, parent)
+    kind = fields.get("damage_kind", str)
+    if kind not in ("calibrated", "squared_error"):
+        raise fields.error("damage_kind", f"{kind!r}, must be 'calibrated' or 'squared_error'")
+    if fields.get("levels", list) != list(range(low, parent + 1)):
+        raise fields.error("levels", f"must be {low}..{parent}")
+    files = {}
+    for name, item in fields.get("files", dict).items():
+        record = _Fields(fields.path, f"files.{name}.", item)
+        if Path(name).name != name:
+            raise fields.error("files", f"{name!r} is no file of this folder")
+        files[name] = FileRecord(record.whole("bytes", 0), record.get("sha256", str))
+    blocks = tuple(
+        _block(_Fields(fields.path, f"blocks[{i}].", item), parent, low)
+        for i, item in enumerate(fields.get("blocks", list))
+    )
+    _require_complete(fields, blocks, files)
+    return Manifest(
+        parent_bits=parent,
+        seed_bits=fields.whole("seed_bits", 1, parent),
+        min_bits=low,
+        damage_kind="calibrated" if kind == "calibrated" else "squared_error",
+        blocks=blocks,
+        files=files,
+        provenance=fields.get("provenance", dict),
+    )
+
+
+def _block(fields: _Fields, parent_bits: int, min_bits: int) -> BlockRecord:
+    module = fields.get("module", str)
+    if module not in MODULES:
+        raise fields.error("module", f"{module!r}, must be one of {', '.join(MODULES)}")
+    checksums = fields.get("plane_crc32", list)
+    if len(checksums) != parent_bits or not all(
+        type(value) is int and 0 <= value < 1 << 32 for value in checksums
+    ):
+        raise fields.error("plane_crc32", f"must be {parent_bits} numbers of 32 bits")
+    damage = fields.get("damage", list)
+    if len(damage) != parent_bits - min_bits + 1 or not all(_is_damage(value) for value in damage):
+        raise fields.error("damage", "must be one finite number >= 0 per level")
+    return BlockRecord(
+        layer=fields.whole("layer", 0),
+        expert=fields.whole("expert", 0),
+        module=module,
+        rows=fields.whole("rows", 1),
+        columns=fields.whole("columns", 1),
+        file=fields.get("file", str),
+        plane_crc32=tuple(checksums),
+        damage=tuple(float(value) for value in damage),
+    )
+
+
+def _is_damage(value: Any) -> bool:
+    return type(value) in (int, float) and math.isfinite(value) and value >= 0
+
+
+def _require_complete(
+    fields: _Fields, blocks: tuple[BlockRecord, ...], files: Mapping[str, FileRecord]
+) -> None:
+    """Blocks are all pairs of MoE layers and experts, each with both modules, in order."""
+    layers = sorted({block.layer for block in blocks})
+    experts = len({block.expert for block in blocks})
+    wanted = [(a, b, c) for a in layers for b in range(experts) for c in MODULES]
+    found = [(block.layer, block.expert, block.module) for block in blocks]
+    if not found or found != wanted:
+        raise fields.error("blocks", "must be every layer's experts, gate_up before down, in order")
+    for i, block in enumerate(blocks):
+        if block.file not in files:
+            raise fields.error(f"blocks[{i}].file", f"{block.file!r} is not among files")
+
+
+class _Fields:
+    """A JSON table read with its path in every message."""
+
+    def __init__(self, path: str, prefix: str, table: Any) -> None:
+        self.path = path
+        self._prefix = prefix
+        if not isinstance(table, dict):
+            raise QuantizedCheckpointError(f"{path}: {prefix.rstrip('.') or 'content'}: no table")
+        self._table = table
+
+    def get(self, name: str, kind: type[T]) -> T:
+        if name not in self._table:
+            raise self.error(name, "missing")
+        value = self._table[name]
+        if not isinstance(value, kind) or (kind is int and isinstance(value, bool)):
+            raise self.error(name, f"must be of type {kind.__name__}, found {value!r:.60}")
+        return value
+
+    def whole(self, name: str, low: int, high: int | None = None) -> int:
+        value = self.get(name, int)
+        if value < low or (high is not None and value > high):
+            raise self.error(name, f"{value}, must be within {low}..{'' if high is None else high}")
+        return value
+
+    def error(self, name: str, message: str) -> QuantizedCheckpointError:
+        return QuantizedCheckpointError(f"{self.path}: {self._prefix}{name}: {message}")
