@@ -27,6 +27,7 @@ IN_FLIGHT: Final = 1
 GPU: Final = 2
 RETIRING: Final = 3
 NO_READER: Final = -1
+NOT_ENQUEUED: Final = 1 << 62  # a start that no step reaches
 
 Keys = NDArray[np.int64]
 

@@ -30,7 +30,7 @@ from policies.weight_page_history import Event, ResidentTables
 from policies.weight_page_ledger import PageLedger
 from policies.weight_page_orders import PageOrders, PartCopies, PartList
 from policies.weight_page_parts import BlockParts
-from policies.weight_page_states import GPU, HOST, IN_FLIGHT, RETIRING, PartStates
+from policies.weight_page_states import GPU, HOST, IN_FLIGHT, NOT_ENQUEUED, RETIRING, PartStates
 from policies.weight_page_widths import NO_PLAN, BlockWidths, Ints
 
 
@@ -182,6 +182,10 @@ class WeightPageTable:
         self.widths.close_finished()
         return self._orders()
 
+    def copies_queued(self, blocks: Ints, parts: Ints) -> None:
+        """Copies wait in the driver's queue: they cannot be late before they are enqueued."""
+        self.states.started_step[blocks, parts] = NOT_ENQUEUED
+
     def copies_enqueued(self, blocks: Ints, parts: Ints, *, step: int) -> None:
         """Copies have left the driver's queue: their time-out counts from here."""
         self.states.started_step[blocks, parts] = step
@@ -193,8 +197,11 @@ class WeightPageTable:
         *,
         step: int,
         checksums: NDArray[np.uint32] | None = None,
-    ) -> None:
+    ) -> NDArray[np.bool_]:
         """Copies have ended well on the device; those with another checksum have failed.
+
+        Returns:
+            [c] bool: which of them are resident now; the others were wrong or unwanted.
 
         Raises:
             RuntimeError: If a part is not being copied.
@@ -207,6 +214,8 @@ class WeightPageTable:
         self.states.ended(keys[drains], "cancelled")
         self.states.landed(keys[good & ~drains])
         self._fail(keys[~good & ~drains], "checksum", step)
+        landed: NDArray[np.bool_] = good & ~drains
+        return landed
 
     def copies_failed(
         self, blocks: Ints, parts: Ints, *, step: int, reason: str = "copy error"
@@ -269,6 +278,10 @@ class WeightPageTable:
     def resident_copies(self) -> PartCopies:
         """All parts on the device with their pages, as copies (to fill the arena at the start)."""
         return self.states.copies_of(np.flatnonzero(self.states.state == GPU))
+
+    def committed_copies(self, blocks: Ints) -> PartCopies:
+        """Parts that kernels read at the committed widths of some blocks, with their pages."""
+        return self.states.copies_of(self._keys(blocks, self._reads[self.bits[blocks]]))
 
     @property
     def pages_returning(self) -> int:

@@ -31,6 +31,8 @@ from typing import Final
 import numpy as np
 from numpy.typing import NDArray
 
+from policies.weight_page_orders import PartCopies, PartList
+
 NO_PAGE: Final = -1
 
 
@@ -110,6 +112,23 @@ class PageTables:
         row = self.table_pages[block, bits - self.min_bits]
         row[: len(pages)] = pages
         row[len(pages) :] = NO_PAGE
+
+    def write_parts(self, copies: PartCopies) -> None:
+        """Enter the page lists of many planes and tables at once."""
+        counts = np.diff(copies.first)
+        places = np.arange(len(copies.pages)) - np.repeat(copies.first[:-1], counts)
+        blocks, parts = np.repeat(copies.blocks, counts), np.repeat(copies.parts, counts)
+        planes = parts < self.parent_bits
+        self.clear_parts(PartList(copies.blocks, copies.parts))
+        self.plane_pages[blocks[planes], parts[planes], places[planes]] = copies.pages[planes]
+        tables = parts[~planes] - self.parent_bits
+        self.table_pages[blocks[~planes], tables, places[~planes]] = copies.pages[~planes]
+
+    def clear_parts(self, gone: PartList) -> None:
+        """Remove the page lists of planes and tables that are not resident any more."""
+        planes = gone.parts < self.parent_bits
+        self.plane_pages[gone.blocks[planes], gone.parts[planes]] = NO_PAGE
+        self.table_pages[gone.blocks[~planes], gone.parts[~planes] - self.parent_bits] = NO_PAGE
 
     def plane_list(self, block: int, plane: int) -> NDArray[np.int32]:
         """Page ids of one plane, without padding (a copy)."""
