@@ -61,7 +61,7 @@ def test_bytes_are_those_of_the_arrays_that_would_be_stored(
     tables=st.sampled_from(["active", "all"]),
     entry=st.sampled_from(["fp16", "int8"]),
 )
-@settings(max_examples=60)
+@settings(max_examples=60, deadline=None)
 def test_pages_are_those_that_filling_them_byte_run_by_byte_run_takes(
     rows: int, columns: int, bits: int, page_bytes: int, tables: Any, entry: Any
 ) -> None:
