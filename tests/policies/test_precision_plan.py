@@ -9,9 +9,10 @@ import numpy as np
 import pytest
 from scipy.optimize import Bounds, LinearConstraint, milp
 
+from models.plane_bytes import block_pages
 from models.streams import stream
 from policies.catalog import PRECISION, precision_planner
-from policies.precision_core import core_search
+from policies.precision_core import Core, core_search
 from policies.precision_plan import HullPlanner
 from policies.precision_problem import held_bytes
 from policies.precision_tables import BlockTables, block_tables
@@ -42,14 +43,11 @@ def family(name: str, noise: float, seed: int) -> BlockTables:
     scale = np.exp(0.7 * rng.standard_normal(layers)).repeat(2 * experts) * mass
     scale *= np.exp(0.75 * rng.standard_normal(blocks))
     damage = scale[:, None] * NESTED_ERROR * np.exp(noise * rng.standard_normal((blocks, 7)))
-    held = [[paged_bytes(*shape, bits) for bits in range(2, 9)] for shape in (gate_up, down)]
+    held = [
+        [32768 * block_pages(*shape, bits, page_bytes=32768) for bits in range(2, 9)]
+        for shape in (gate_up, down)
+    ]
     return block_tables(np.tile(held, (blocks // 2, 1)), damage, range(2, 9))
-
-
-def paged_bytes(rows: int, columns: int, bits: int, page: int = 32768) -> int:
-    plane = 4 * rows * -(-columns // 32)
-    streams = [plane] * bits + [2 * rows * 2**q for q in range(2, bits + 1)]
-    return sum(-(-stream_bytes // page) * page for stream_bytes in streams)
 
 
 def brute_force(tables: BlockTables, budget: int, floor: list[int]) -> float:
@@ -314,8 +312,6 @@ def test_an_unknown_planner_or_engine_is_refused_with_the_known_ones():
 
 
 def test_the_core_search_finds_a_pair_that_no_single_move_replaces():
-    from policies.precision_core import Core
-
     # 10 bytes unused at price 1: two moves of 5 bytes lose 1 in all, one of 9 loses 4
     core = Core(
         block_cost=np.array([0.5, 0.5, 3.0]),
