@@ -1,13 +1,19 @@
-"""The ``runtime`` command."""
+"""The ``runtime`` command's entry: small, so that even an early interrupt ends in one line."""
 
 from __future__ import annotations
 
-from runtime.cli import app
+import sys
 
 
 def main() -> None:
-    """Entry point of the console script."""
-    app(prog_name="runtime")
+    """Load the command line and run it."""
+    try:
+        from runtime.cli import main as run_command_line
+
+        run_command_line()
+    except KeyboardInterrupt:
+        sys.stderr.write("interrupted\n")
+        sys.exit(130)
 
 
 if __name__ == "__main__":

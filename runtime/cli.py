@@ -1,11 +1,20 @@
 """The ``runtime`` command: what it reads, what it runs, what it prints.
 
-Every command imports what it needs when it runs, so that ``--help`` needs no torch.
+Every command imports what it needs when it runs, so that ``--help`` needs neither torch nor numba.
 """
 
 from __future__ import annotations
 
+import contextlib
+import io
+import os
+import sys
+
 import typer
+
+from runtime.calibrate_command import calibrate
+from runtime.inspect_command import inspect
+from runtime.quantize_command import quantize
 
 app = typer.Typer(
     name="runtime",
@@ -15,8 +24,60 @@ app = typer.Typer(
     pretty_exceptions_enable=False,
     rich_markup_mode="rich",
 )
+app.command()(calibrate)
+app.command()(quantize)
+app.command()(inspect)
 
 
 @app.callback()
 def _commands() -> None:
     """Commands of the runtime."""
+
+
+def main() -> None:
+    """Run the command line; bad input ends with exit code 2 and one message."""
+    if isinstance(sys.stdout, io.TextIOWrapper):
+        sys.stdout.reconfigure(errors="replace")
+    try:
+        try:
+            app(prog_name="runtime")
+        finally:
+            sys.stdout.flush()
+    except SystemExit as stop:
+        if isinstance(getattr(stop.__context__, "__cause__", None), KeyboardInterrupt):
+            _complain("interrupted")  # typer has made an exit code of it, without a word
+        raise
+    except KeyboardInterrupt:
+        _complain("interrupted")
+        sys.exit(130)
+    except BrokenPipeError:
+        _drop_output()
+        sys.exit(141)
+    except OSError as error:
+        _drop_output()
+        place = "standard output" if error.filename is None else error.filename
+        _complain(f"error: {place}: {error.strerror or error}")
+        sys.exit(1)
+    except MemoryError:
+        _complain("error: not enough memory")
+        sys.exit(2)
+    except ValueError as error:
+        if not _is_input_error(error):
+            raise
+        _complain(f"error: {error}")
+        sys.exit(2)
+
+
+def _is_input_error(error: ValueError) -> bool:
+    """Whether the person at the keyboard can mend it: an error class of this program."""
+    return type(error).__module__.partition(".")[0] in ("models", "runtime", "traces")
+
+
+def _drop_output() -> None:
+    """What is still buffered goes nowhere, so that the exit does not fail on it again."""
+    with contextlib.suppress(OSError, ValueError):
+        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
+
+
+def _complain(message: str) -> None:
+    sys.stderr.write(message.replace("\n", "\\n").replace("\r", "\\r") + "\n")

@@ -13,6 +13,10 @@ from runtime.quantized_manifest import TensorLayout, block_layout
 SHARD_BYTES = 1 << 30
 
 
+class SettingsError(ValueError):
+    """Settings that do not fit; the message names the field."""
+
+
 @dataclass(frozen=True, slots=True, kw_only=True)
 class QuantizeSettings:
     """What decides the bytes of a quantized checkpoint, besides its source.
@@ -34,7 +38,7 @@ class QuantizeSettings:
         _require_within("seed_bits", self.seed_bits, 1, self.parent_bits)
         _require_within("min_bits", self.min_bits, 1, self.parent_bits)
         if self.shard_bytes < 1:
-            raise ValueError(f"shard_bytes: {self.shard_bytes}, must be at least 1")
+            raise SettingsError(f"shard_bytes: {self.shard_bytes}, must be at least 1")
 
     @property
     def levels(self) -> tuple[int, ...]:
@@ -48,7 +52,7 @@ class QuantizeSettings:
 
 def _require_within(name: str, value: Any, low: int, high: int) -> None:
     if not low <= value <= high:
-        raise ValueError(f"{name}: {value}, must be within {low}..{high}")
+        raise SettingsError(f"{name}: {value}, must be within {low}..{high}")
 
 
 @dataclass(frozen=True, slots=True)
