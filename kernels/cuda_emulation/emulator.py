@@ -32,6 +32,7 @@ __all__ = ["EmulatedKernel", "EmulationError", "RawModule", "available"]
 
 DEFAULT_DYNAMIC_SHARED_BYTES = 48 * 1024
 _MAX_SWITCHES = 200_000_000
+_NEAR_BYTES = 4096
 _ONE_LAUNCH_AT_A_TIME = threading.Lock()
 
 
@@ -137,6 +138,17 @@ class _Arguments:
         pointers = [ctypes.cast(ctypes.byref(v), ctypes.c_void_p) for v in self._values]
         return (ctypes.c_void_p * max(1, len(pointers)))(*pointers)
 
+    def near(self, address: int) -> str:
+        """Which argument an address that could not be accessed lies beside, as a remark."""
+        for c in self._copies.values() if address else ():
+            past = address - c.address - c.array.nbytes
+            if 0 <= past < _NEAR_BYTES:
+                return f": {past} bytes past the end of argument {c.index}"
+            before = c.address - address
+            if 0 < before < _NEAR_BYTES:
+                return f": {before} bytes before the start of argument {c.index}"
+        return ""
+
     def finish(self) -> str | None:
         """Copy results back and free the copies; what was overrun, if anything."""
         overrun = None
@@ -219,7 +231,7 @@ class EmulatedKernel:
         max_switches: int,
     ) -> str:
         sizes = [(ctypes.c_uint * 3)(*(*tuple(d), 1, 1)[:3]) for d in (grid, block)]
-        stats = (ctypes.c_uint64 * 2)()
+        stats = (ctypes.c_uint64 * 3)()
         message = ctypes.create_string_buffer(1024)
         options = _Options(
             schedule, max_switches, ctypes.addressof(stats), self.max_dynamic_shared_size_bytes
@@ -234,7 +246,8 @@ class EmulatedKernel:
                 len(message),
             )
         self.stats = {"switches": stats[0], "undefined_reads": stats[1]}
-        return message.value.decode(errors="replace") if failed else ""
+        text = message.value.decode(errors="replace")
+        return text + arguments.near(int(stats[2])) if failed else ""
 
 
 @cache

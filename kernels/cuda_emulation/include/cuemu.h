@@ -110,7 +110,7 @@ struct State_ {
   char err[1024] = {0};
   int sched = 0;  // 0 forward, 1 reverse, >=2 random with that seed
   uint64_t rng = 1;
-  uint64_t switches = 0, max_switches = 0, undefined_reads = 0;
+  uint64_t switches = 0, max_switches = 0, undefined_reads = 0, fault = 0;
   char *dyn_base = nullptr, *dyn = nullptr;
   size_t dyn_bytes = 0;
 #if defined(__x86_64__) && !defined(CUEMU_UCONTEXT)
@@ -313,6 +313,7 @@ static void on_signal(int sig, siginfo_t* si, void*) {
              sig == SIGSEGV || sig == SIGBUS ? "illegal memory access" : sig == SIGFPE ? "integer division by zero" : "undefined behaviour trap or assert",
              si->si_addr, g.bid.x, g.bid.y, g.bid.z, t.x, t.y, t.z);
   }
+  g.fault = (uint64_t)si->si_addr;
   siglongjmp(g.jb, 1);
 }
 
@@ -349,7 +350,7 @@ static int launch(void (*invoke)(void**), const unsigned* gd, const unsigned* bd
   ensure_fibers(n);
   g.bdim = dim3(bd[0], bd[1], bd[2]); g.gdim = dim3(gd[0], gd[1], gd[2]);
   g.invoke = invoke; g.args = args; g.sched = o->sched; g.rng = 0x9E3779B97F4A7C15ull * (uint64_t)(o->sched + 1) | 1;
-  g.switches = 0; g.max_switches = o->max_switches; g.undefined_reads = 0;
+  g.switches = 0; g.max_switches = o->max_switches; g.undefined_reads = 0; g.fault = 0;
 
   static char* alt = (char*)malloc(65536);
   stack_t ss{}, oss{}; ss.ss_sp = alt; ss.ss_size = 65536; sigaltstack(&ss, &oss);
@@ -369,7 +370,7 @@ static int launch(void (*invoke)(void**), const unsigned* gd, const unsigned* bd
   for (int i = 0; i < 5; ++i) sigaction(sigs[i], &old[i], nullptr);
   sigaltstack(&oss, nullptr);
   g.cur = nullptr;
-  if (o->stats) { o->stats[0] = g.switches; o->stats[1] = g.undefined_reads; }
+  if (o->stats) { o->stats[0] = g.switches; o->stats[1] = g.undefined_reads; o->stats[2] = g.fault; }
   return done();
 }
 
@@ -401,13 +402,13 @@ template <class... P, void (*F)(P...)> struct Kernel<F> {
   }                                                                                                                \
   extern "C" __attribute__((visibility("default"))) const char* cuemu_sig_##sym() { return cuemu::Kernel<&__VA_ARGS__>::sig(); }
 
-// Guarded buffers: the end of the data touches a no-access page.
+// Guarded buffers: the end of the data touches a no-access page; before it, a canary down to another such page.
 extern "C" __attribute__((visibility("default"))) inline __attribute__((used)) void* cuemu_galloc(size_t n, void** base, size_t* total) {
   size_t page = 4096, pad = (n + 15) / 16 * 16, body = (pad + page - 1) / page * page + page;
   char* m = (char*)mmap(nullptr, body + page, PROT_READ | PROT_WRITE, MAP_PRIVATE | MAP_ANONYMOUS | MAP_NORESERVE, -1, 0);
   if (m == MAP_FAILED) return nullptr;
   mprotect(m + body, page, PROT_NONE);
-  memset(m, 0xA5, page);
+  mprotect(m, page, PROT_NONE);
   char* p = m + body - pad;
   for (char* q = m + page; q < p; ++q) *q = (char)0xA5;
   for (char* q = p + n; q < p + pad; ++q) *q = (char)0xA5;
@@ -416,7 +417,7 @@ extern "C" __attribute__((visibility("default"))) inline __attribute__((used)) v
 }
 extern "C" __attribute__((visibility("default"))) inline __attribute__((used)) int cuemu_gcheck(void* base, size_t total, void* pv, size_t n) {
   char *m = (char*)base, *p = (char*)pv, *end = m + total - 4096;
-  for (char* q = m; q < p; ++q) if (*q != (char)0xA5) return -1;
+  for (char* q = m + 4096; q < p; ++q) if (*q != (char)0xA5) return -1;
   for (char* q = p + n; q < end; ++q) if (*q != (char)0xA5) return 1;
   return 0;
 }
