@@ -7,6 +7,7 @@ layers' bytes at first and by those of the layers without a window later.
 from __future__ import annotations
 
 from collections import Counter
+from collections.abc import Sequence
 from dataclasses import dataclass
 
 from models.llm_shape import LlmShape
@@ -120,23 +121,84 @@ def kv_tokens_in(
     _require_not_negative("num_bytes", num_bytes)
     if num_sequences < 1:
         raise ValueError(f"num_sequences must be >= 1, found {num_sequences}")
+    costs = [
+        (group.num_layers * group.token_bytes, group.window_tokens)
+        for group in kv_layers(shape, value_bytes=value_bytes)
+    ]
+    return _units_in(costs, num_bytes, num_sequences)
+
+
+def kv_tokens_in_pages(
+    shape: LlmShape,
+    num_pages: int,
+    *,
+    num_sequences: int = 1,
+    page_bytes: int = DEFAULT_PAGE_BYTES,
+    block_tokens: int = BLOCK_TOKENS,
+    value_bytes: int = VALUE_BYTES,
+) -> int | None:
+    """Tokens of all sequences together whose blocks fit into ``num_pages``.
+
+    The sequences are equally long, up to one block. A window that does not end at the edge of a
+    block takes one block more, so every window is given that one.
+
+    Args:
+        shape: The model.
+        num_pages: Pages for the cache, >= 0.
+        num_sequences: Sequences that share it, >= 1.
+        page_bytes: A power of two, >= 1,024.
+        block_tokens: Tokens of a block, >= 1.
+        value_bytes: Bytes per cached number, >= 1.
+
+    Returns:
+        Tokens, a multiple of ``block_tokens``; None where there is no limit.
+
+    Raises:
+        ValueError: If an argument is out of range.
+    """
+    _require_not_negative("num_pages", num_pages)
+    if num_sequences < 1:
+        raise ValueError(f"num_sequences must be >= 1, found {num_sequences}")
+    costs = []
+    for group in kv_layers(shape, value_bytes=value_bytes):
+        pages = kv_block_pages(group, page_bytes=page_bytes, block_tokens=block_tokens)
+        window = group.window_tokens
+        most = None if window is None else -(-(window - 1) // block_tokens) + 1
+        costs.append((group.num_layers * pages, most))
+    num_blocks = _units_in(costs, num_pages, num_sequences)
+    return None if num_blocks is None else num_blocks * block_tokens
+
+
+def kv_growth_tokens(
+    shape: LlmShape,
+    num_pages: int,
+    *,
+    page_bytes: int = DEFAULT_PAGE_BYTES,
+    block_tokens: int = BLOCK_TOKENS,
+    value_bytes: int = VALUE_BYTES,
+) -> int:
+    """Tokens by which running sequences can grow with ``num_pages`` more.
+
+    They are beyond their sliding windows; where every layer has a window, inside it.
+
+    Args:
+        shape: The model.
+        num_pages: Pages given to the cache, >= 0.
+        page_bytes: A power of two, >= 1,024.
+        block_tokens: Tokens of a block, >= 1.
+        value_bytes: Bytes per cached number, >= 1.
+
+    Raises:
+        ValueError: If an argument is out of range.
+    """
+    _require_not_negative("num_pages", num_pages)
     groups = kv_layers(shape, value_bytes=value_bytes)
-    windows = sorted({g.window_tokens for g in groups if g.window_tokens is not None})
-    length, left = 0, num_bytes
-    for end in (*windows, None):
-        token_bytes = sum(
-            g.num_layers * g.token_bytes
-            for g in groups
-            if g.window_tokens is None or g.window_tokens > length
-        )
-        if not token_bytes:
-            return None
-        fitting = left // token_bytes
-        if end is None or fitting < (end - length) * num_sequences:
-            return length * num_sequences + fitting
-        left -= (end - length) * num_sequences * token_bytes
-        length = end
-    raise AssertionError("the last stretch has no end")
+    growing = [group for group in groups if group.window_tokens is None] or groups
+    block_pages = sum(
+        group.num_layers * kv_block_pages(group, page_bytes=page_bytes, block_tokens=block_tokens)
+        for group in growing
+    )
+    return num_pages // block_pages * block_tokens
 
 
 def kv_block_pages(
@@ -185,6 +247,32 @@ def kv_sequence_pages(
         pages = kv_block_pages(group, page_bytes=page_bytes, block_tokens=block_tokens)
         total += group.num_layers * num_blocks * pages
     return total
+
+
+def _units_in(
+    costs: Sequence[tuple[int, int | None]], capacity: int, num_sequences: int
+) -> int | None:
+    """Units (tokens or blocks) of equally long sequences that fit.
+
+    Args:
+        costs: Per group of layers, what a unit costs and how many are kept at most.
+        capacity: What all units may cost.
+        num_sequences: Sequences.
+
+    Returns:
+        Units of all sequences; None without a limit.
+    """
+    length, left = 0, capacity
+    for end in (*sorted({most for _, most in costs if most is not None}), None):
+        unit_cost = sum(cost for cost, most in costs if most is None or most > length)
+        if not unit_cost:
+            return None
+        fitting = left // unit_cost
+        if end is None or fitting < (end - length) * num_sequences:
+            return length * num_sequences + fitting
+        left -= (end - length) * num_sequences * unit_cost
+        length = end
+    raise AssertionError("the last stretch has no end")
 
 
 def _kept(tokens: int, window_tokens: int | None) -> int:

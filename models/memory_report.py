@@ -11,9 +11,10 @@ from models.kv_bytes import (
     VALUE_BYTES,
     KvTokenBytes,
     kv_block_pages,
+    kv_growth_tokens,
     kv_layers,
     kv_token_bytes,
-    kv_tokens_in,
+    kv_tokens_in_pages,
 )
 from models.llm_parameters import ParameterCounts, count_parameters
 from models.llm_shape import LlmShape
@@ -73,8 +74,8 @@ class BudgetUse:
 
     Attributes:
         free_bytes: Budget less weights, in pages; negative where the weights do not fit.
-        kv_tokens: Tokens that fit into it; None without a limit (every layer has a window, and all
-            windows fit).
+        kv_tokens: Tokens that fit into it, in blocks of whole pages; None without a limit (every
+            layer has a window, and all windows fit).
     """
 
     free_bytes: int
@@ -96,8 +97,8 @@ class WidthReport:
         saving: Share of the bytes at 16 bits.
         saving_in_pages: The same, whole pages counted.
         freed_bytes: Bytes at 16 bits less those in pages.
-        freed_kv_tokens: Tokens that freed bytes hold: beyond the sliding windows, or inside them
-            where every layer has one.
+        freed_kv_tokens: Tokens that freed pages hold in blocks of 16: beyond the sliding windows,
+            or inside them where every layer has one.
         budget: What a budget leaves; None without one.
     """
 
@@ -263,19 +264,24 @@ def _budget_use(shape: LlmShape, weight_bytes: int, question: MemoryQuestion) ->
     if question.budget_bytes is None:
         return None
     free = question.budget_bytes - weight_bytes
-    tokens = kv_tokens_in(
+    tokens = kv_tokens_in_pages(
         shape,
-        max(free, 0),
+        max(free, 0) // question.storage.page_bytes,
         num_sequences=question.num_sequences,
+        page_bytes=question.storage.page_bytes,
         value_bytes=question.kv_value_bytes,
     )
     return BudgetUse(free_bytes=free, kv_tokens=tokens)
 
 
 def _grown_tokens(shape: LlmShape, num_bytes: int, question: MemoryQuestion) -> int:
-    """Tokens by which running sequences can grow with so many bytes more."""
-    token = kv_token_bytes(shape, value_bytes=question.kv_value_bytes)
-    return num_bytes // (token.unbounded or token.windowed)
+    """Tokens by which running sequences can grow with so many bytes more, in whole pages."""
+    return kv_growth_tokens(
+        shape,
+        num_bytes // question.storage.page_bytes,
+        page_bytes=question.storage.page_bytes,
+        value_bytes=question.kv_value_bytes,
+    )
 
 
 def _kv_report(shape: LlmShape, question: MemoryQuestion) -> KvReport:

@@ -66,6 +66,8 @@ def memory(
 
     if plot is not None and plot.suffix.lower() != ".png":
         raise WeightMemoryError(f"--plot: must end in .png, found {plot.name}")
+    if plot is not None and not plot.parent.is_dir():
+        raise WeightMemoryError(f"--plot: there is no folder {plot.parent}")
     question = MemoryQuestion(
         bits=parse_bits(bits),
         storage=BlockStorage(tables=tables.value, entry=entry.value, page_bytes=page_bytes),

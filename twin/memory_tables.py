@@ -146,8 +146,8 @@ def how_to_read(models: Sequence[Mapping[str, Any]]) -> str:
             f"effective: bits per weight, {storage['entry']} tables of {which} included.",
             f"in pages: what rounding every plane and table up to pages of "
             f"{kibibytes(storage['page_bytes'])} adds.",
-            "frees tokens: KV cache that fits into the pages given back, at "
-            f"{8 * kv['value_bytes']} bits a value"
+            f"frees tokens: KV cache in blocks of {kv['block_tokens']} tokens that fits into the "
+            f"pages given back, at {8 * kv['value_bytes']} bits a value"
             + (", beyond the sliding windows." if any(map(_has_window, models)) else "."),
         ]
     if budget:
@@ -200,8 +200,9 @@ def _cache(model: Mapping[str, Any]) -> str:
     if windowed:
         plus = f" + {count(windowed)} B" if text else f"{count(windowed)} B a token"
         text += f"{plus} inside the sliding windows (at most {gigabytes(kv['window_bytes'])})"
-    pages = " or ".join(str(pages) for pages in kv["block_pages"])
-    plural = "" if kv["block_pages"] == [1] else "s"
+    kinds = list(dict.fromkeys(kv["block_pages"]))
+    pages = " or ".join(map(str, kinds))
+    plural = "" if kinds == [1] else "s"
     return f"{text}; {kv['block_tokens']} tokens of a layer: {pages} page{plural}"
 
 

@@ -11,11 +11,13 @@ from models.hf_config import read_hf_config
 from models.kv_bytes import (
     KvLayers,
     kv_block_pages,
+    kv_growth_tokens,
     kv_layers,
     kv_sequence_bytes,
     kv_sequence_pages,
     kv_token_bytes,
     kv_tokens_in,
+    kv_tokens_in_pages,
 )
 from models.llm_catalog import PAGEDWEIGHT_MODELS, load_llm
 from models.llm_shape import AttentionShape, DenseMlpShape, LayerShape, LlmShape
@@ -98,6 +100,36 @@ def test_pages_of_a_sequence_are_those_of_the_blocks_its_kept_tokens_lie_in(
     assert kv_sequence_pages(shape, tokens, page_bytes=1024, block_tokens=block) == expected
 
 
+@given(
+    shape=SHAPES,
+    num_pages=st.integers(0, 60),
+    sequences=st.integers(1, 3),
+    block=st.integers(1, 4),
+)
+@settings(max_examples=60, deadline=None)
+def test_tokens_in_pages_are_those_that_adding_a_block_at_a_time_finds(
+    shape: LlmShape, num_pages: int, sequences: int, block: int
+) -> None:
+    limit = 80
+
+    def most_pages(blocks: int) -> int:  # a sequence must fit at every length on its way
+        return max(
+            kv_sequence_pages(shape, n, page_bytes=1024, block_tokens=block)
+            for n in range(blocks * block + 1)
+        )
+
+    lengths = [0] * sequences
+    for step in itertools.count():
+        lengths[step % sequences] += 1
+        if sum(map(most_pages, lengths)) > num_pages or lengths[0] > limit:
+            break
+    expected = None if lengths[0] > limit else (sum(lengths) - 1) * block
+    found = kv_tokens_in_pages(
+        shape, num_pages, num_sequences=sequences, page_bytes=1024, block_tokens=block
+    )
+    assert found == expected
+
+
 def test_bytes_per_token_are_the_published_ones() -> None:
     per_token = {name: kv_token_bytes(load_llm(name)) for name in PAGEDWEIGHT_MODELS}
     assert per_token["Qwen1.5-MoE-A2.7B"].unbounded == 196_608
@@ -136,6 +168,7 @@ def test_one_plane_of_all_experts_holds_the_published_tokens(
     assert plane == freed_bytes
     long = 300_000  # a sequence beyond its windows grows by so many tokens
     assert kv_tokens_in(shape, kv_sequence_bytes(shape, long) + plane) == long + tokens
+    assert kv_growth_tokens(shape, plane // 32768) == tokens
 
 
 @pytest.mark.parametrize(
@@ -176,6 +209,12 @@ def test_a_real_cache_holds_as_many_bytes(model_type: str, changes: dict[str, An
     assert kv_sequence_bytes(shape, tokens, value_bytes=4) == held
 
 
+def test_windows_everywhere_grow_inside_their_windows() -> None:
+    mistral = load_llm("Mistral-7B")  # 64 KiB a block of 16 tokens and layer
+    assert kv_growth_tokens(mistral, 64 * 10) == 160
+    assert kv_growth_tokens(mistral, 64 * 10 - 1) == 144
+
+
 def test_sizes_out_of_range_are_named() -> None:
     shape = shape_of([(1, None)])
     with pytest.raises(ValueError, match="value_bytes must be >= 1, found 0"):
@@ -186,5 +225,9 @@ def test_sizes_out_of_range_are_named() -> None:
         kv_tokens_in(shape, -1)
     with pytest.raises(ValueError, match="num_sequences must be >= 1, found 0"):
         kv_tokens_in(shape, 1, num_sequences=0)
+    with pytest.raises(ValueError, match="num_pages must be >= 0, found -1"):
+        kv_tokens_in_pages(shape, -1)
+    with pytest.raises(ValueError, match="num_pages must be >= 0, found -1"):
+        kv_growth_tokens(shape, -1)
     with pytest.raises(ValueError, match="block_tokens must be >= 1, found 0"):
         kv_block_pages(KvLayers(num_layers=1, token_bytes=4, window_tokens=None), block_tokens=0)
