@@ -237,8 +237,11 @@ class PageMover:
         if not len(orders.blocks) and not len(orders.freed):
             return
         self.tables.clear_parts(orders.freed)
-        raised = orders.blocks[orders.bits > self.tables.bits[orders.blocks]]
-        self.tables.write_parts(self.table.committed_copies(raised))
+        if self.table.rules.tables == "all":  # the lists of a drop are there already
+            renewed = orders.blocks[orders.bits > self.tables.bits[orders.blocks]]
+        else:
+            renewed = orders.blocks
+        self.tables.write_parts(self.table.committed_copies(renewed))
         self.tables.bits[orders.blocks] = orders.bits
         self._device.publish(np.union1d(orders.blocks, orders.freed.blocks))
 
