@@ -10,6 +10,10 @@
 #include "shared_table_route.cuh"
 #include "shared_table_tile.cuh"
 
+#ifndef WIDTHS  // bit q: width q is compiled in
+#define WIDTHS 0x1FC
+#endif
+
 // What every expert kernel is told: routing, pages, shapes.
 #define EXPERT_PARAMETERS                                                                                       \
   const int *__restrict__ expert_offsets, const int *__restrict__ sorted_slots,                                 \
@@ -17,7 +21,11 @@
       const int *__restrict__ plane_pages, const int *__restrict__ table_pages, int parent_bits, int min_bits,  \
       int plane_list, int table_list, int page_shift, int first_block
 
-__device__ __forceinline__ float not_a_number() { return __int_as_float(0x7FFFFFFF); }
+template <int N>
+__device__ __forceinline__ void missing(float (&acc)[N][4]) {
+#pragma unroll
+  for (int i = 0; i < 4 * N; ++i) acc[i / 4][i % 4] = __int_as_float(0x7FFFFFFF);
+}
 
 // EPILOGUE(slot, row, tile 0 sum, tile 1 sum): row counts from the first row of tile 0.
 template <class Epilogue>
@@ -50,14 +58,10 @@ __device__ __forceinline__ void run_tiles(TileWork& w, int module, int expert, c
     if (count <= FEW_TOKENS) {
       float acc[2][4] = {};
       switch (known ? w.bits : 0) {
-        case 2: few_tokens<2>(w, count, acc); break;
-        case 3: few_tokens<3>(w, count, acc); break;
-        case 4: few_tokens<4>(w, count, acc); break;
-        case 5: few_tokens<5>(w, count, acc); break;
-        case 6: few_tokens<6>(w, count, acc); break;
-        case 7: few_tokens<7>(w, count, acc); break;
-        case 8: few_tokens<8>(w, count, acc); break;
-        default: for (int i = 0; i < 8; ++i) acc[i >> 2][i & 3] = not_a_number();
+#define FEW_TOKENS_CASE(q) case q: if constexpr (WIDTHS >> q & 1) few_tokens<q>(w, count, acc); else missing(acc); break;
+        FEW_TOKENS_CASE(2) FEW_TOKENS_CASE(3) FEW_TOKENS_CASE(4) FEW_TOKENS_CASE(5)
+        FEW_TOKENS_CASE(6) FEW_TOKENS_CASE(7) FEW_TOKENS_CASE(8)
+        default: missing(acc);
       }
       reduce_few(acc, w.scratch);
       for (int i = threadIdx.x; i < 16 * count; i += TILE_THREADS) {
@@ -68,7 +72,7 @@ __device__ __forceinline__ void run_tiles(TileWork& w, int module, int expert, c
     } else {
       float acc[2][4][4] = {};
       if (known) many_tokens(w, count, acc);
-      else for (int i = 0; i < 32; ++i) acc[i >> 4][i >> 2 & 3][i & 3] = not_a_number();
+      else for (auto& tile : acc) missing(tile);
 #pragma unroll
       for (int n = 0; n < 4; ++n)
 #pragma unroll

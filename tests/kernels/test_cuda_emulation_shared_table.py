@@ -1,7 +1,5 @@
 """The plain expert layer on the emulated device against the numpy reference."""
 
-import re
-
 import numpy as np
 import pytest
 
@@ -242,9 +240,8 @@ PLANTED = {
 def test_a_planted_bug_is_found(name):
     """Removed barriers and wrong addresses show as a wrong answer or an error."""
     text, bug = read_source(shared_table.SOURCE), PLANTED[name]
-    text = re.sub(r"case [2-35-8]: .*break;", "", text)  # one width alone compiles sooner
     assert text.count(bug[0]) == 1
-    broken = RawModule(code=text.replace(*bug))
+    broken = RawModule(code=text.replace(*bug), options=("-DWIDTHS=16",))  # one width: sooner
     rng = np.random.default_rng(9)
     layer = sample_layer(rng, hidden_size=593, intermediate=34, bits=[4] * 4)
     x = rng.standard_normal((40, 593))
