@@ -44,13 +44,16 @@ def parent_of(num_blocks, chance):
     return parent, blocks
 
 
-def pages_at(parent, bits):
-    """Pages of blocks with all tables up to their width, counted by hand."""
+def pages_at(parent, bits, tables="all"):
+    """Pages of blocks with all tables up to their width (or that one), counted by hand."""
     total = 0
     for block, q in enumerate(bits):
         shape = parent.shapes[block]
         plane = -(-(4 * shape.rows * -(-shape.columns // 32)) // PAGE_BYTES)
-        total += q * plane + sum(-(-shape.rows * 2 * 2**b // PAGE_BYTES) for b in range(2, q + 1))
+        total += q * plane + sum(
+            -(-shape.rows * 2 * 2**b // PAGE_BYTES)
+            for b in range(2 if tables == "all" else q, q + 1)
+        )
     return total
 
 
@@ -117,7 +120,7 @@ class Engine:
         ]
         self.history = []
         self.checker = HistoryChecker()
-        num_pages = pages_at(self.parent, bits) + spare_pages
+        num_pages = pages_at(self.parent, bits, rules.tables) + spare_pages
         self.arena = PageArena(num_pages, page_bytes=PAGE_BYTES, history=self.record)
         self.device = FaultyDevice(self.arena, chance, rates)
         self.chance = chance
@@ -187,7 +190,8 @@ class Engine:
         self.check(recount)
         assert self.checker.rest() is None, self.checker.violation.detail
         assert self.mover.at_rest
-        held = pages_at(self.parent, self.mover.table.bits.tolist())
+        table = self.mover.table
+        held = pages_at(self.parent, table.bits.tolist(), table.rules.tables)
         assert self.arena.use().weight_pages == held
         while self.kv:
             self.give_kv(0)
@@ -226,7 +230,6 @@ class Movement(RuleBasedStateMachine):
         )
         rules = MovementRules(timeout_steps=6, max_failures=3, tables=tables)
         self.engine = Engine(seed, len(bits), spare, rates, rules, bits)
-        self.tables = tables
 
     @rule(data=st.data())
     def plan(self, data):
@@ -275,7 +278,7 @@ class Movement(RuleBasedStateMachine):
         self.engine.check()
 
     def teardown(self):
-        if hasattr(self, "engine") and self.tables == "all":
+        if hasattr(self, "engine"):
             self.engine.come_to_rest()
 
 
