@@ -48,6 +48,11 @@ class Core:
     move_block: Ints
     move_level: Ints
 
+    def loss(self, moves: Ints, price: float, room: int) -> float:
+        """What a plan of these moves loses against the linear bound."""
+        unused = room - int(self.move_bytes[moves].sum())
+        return float(self.move_cost[moves].sum()) + price * unused
+
 
 def single_move_numpy(
     bytes_: Ints,
@@ -71,10 +76,21 @@ def single_move_numpy(
     return float(min(price * room, np.min(loss, where=more <= room, initial=np.inf)))
 
 
-def core_of(reduced: Floats, bytes_: Ints, level: Ints, least_loss: float) -> Core:
-    """Levels whose reduced cost is at most the least loss that one move leaves."""
+def core_of(
+    reduced: Floats, bytes_: Ints, level: Ints, least_loss: float, max_moves: int
+) -> tuple[Core, float]:
+    """Levels whose reduced cost is at most the least loss that one move leaves.
+
+    Returns:
+        The core, and the least cost left out: of more than ``max_moves`` the cheapest are kept.
+    """
     block, to = np.nonzero(reduced <= least_loss)
     cost = reduced[block, to]
+    left_out = np.inf
+    if len(cost) > max_moves:
+        kept = _cheapest(cost, max_moves, float(np.nextafter(least_loss, np.inf)))
+        left_out = float(cost[~kept].min())
+        block, to, cost = block[kept], to[kept], cost[kept]
     starts = np.flatnonzero(np.diff(block, prepend=-1))
     block_cost = np.minimum.reduceat(cost, starts) if len(starts) else cost
     by_cost = np.argsort(block_cost, kind="stable")
@@ -82,7 +98,7 @@ def core_of(reduced: Floats, bytes_: Ints, level: Ints, least_loss: float) -> Co
     first = np.concatenate(([0], np.cumsum(sizes)))
     order = np.repeat(starts[by_cost] - first[:-1], sizes) + np.arange(len(block))
     block, to = block[order], to[order]
-    return Core(
+    core = Core(
         block_cost=block_cost[by_cost],
         first_move=first.astype(np.int64),
         move_cost=cost[order],
@@ -90,6 +106,7 @@ def core_of(reduced: Floats, bytes_: Ints, level: Ints, least_loss: float) -> Co
         move_block=block,
         move_level=to,
     )
+    return core, left_out
 
 
 def core_search(
@@ -145,17 +162,20 @@ def core_search(
     return np.array(moves, dtype=np.int64), proved, work
 
 
-def _cheapest(cost: Floats, max_states: int, best: float) -> NDArray[np.bool_]:
-    """Which states stay: the costly ones go; within the last band, those of most bytes."""
-    low, high = 0.0, best
+def _cheapest(cost: Floats, count: int, above: float) -> NDArray[np.bool_]:
+    """Which ``count`` costs below ``above`` stay; in the last band, those that come last go.
+
+    States come by rising bytes, moves by block.
+    """
+    low, high = 0.0, above
     for _ in range(_BISECTIONS):
         middle = 0.5 * (low + high)
-        if np.count_nonzero(cost < middle) <= max_states:
+        if np.count_nonzero(cost < middle) <= count:
             low = middle
         else:
             high = middle
     band = (cost >= low) & (cost < high)
-    spare = max_states - np.count_nonzero(cost < low)
+    spare = count - np.count_nonzero(cost < low)
     return (cost < low) | (band & (np.cumsum(band) <= spare))
 
 

@@ -21,6 +21,8 @@ from policies.precision_tables import BlockTables, Floats, Ints, hull_steps
 
 Engine = Literal["auto", "compiled", "numpy"]
 
+_MAX_CORE_MOVES = 4096
+
 
 class PrecisionPlanner(Protocol):
     """Chooses a width for every weight block."""
@@ -61,7 +63,7 @@ class HullPlanner:
     """
 
     def __init__(
-        self, engine: Engine = "auto", *, max_states: int = 2048, max_work: int = 400_000
+        self, engine: Engine = "auto", *, max_states: int = 2048, max_work: int = 200_000
     ) -> None:
         self._loops = compiled_loops(engine)
         self._max_states, self._max_work = max_states, max_work
@@ -99,11 +101,13 @@ class HullPlanner:
             cut.room,
             reduced,
         )
-        core = core_of(reduced, asked.tables.bytes_, cut.level, least_loss)
+        core, left_out = core_of(
+            reduced, asked.tables.bytes_, cut.level, least_loss, _MAX_CORE_MOVES
+        )
         moves, proved = self._search(core, cut)
         level = cut.level.copy()
         level[core.move_block[moves]] = core.move_level[moves]
-        return level, proved
+        return level, proved and core.loss(moves, cut.price, cut.room) <= left_out
 
     def _search(self, core: Core, cut: Cut) -> tuple[Ints, bool]:
         limits = (self._max_states, self._max_work)

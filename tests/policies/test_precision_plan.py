@@ -12,7 +12,7 @@ from scipy.optimize import Bounds, LinearConstraint, milp
 from models.plane_bytes import block_pages
 from models.streams import stream
 from policies.catalog import PRECISION, precision_planner
-from policies.precision_core import Core, core_search
+from policies.precision_core import Core, core_of, core_search
 from policies.precision_plan import HullPlanner
 from policies.precision_problem import held_bytes
 from policies.precision_tables import BlockTables, block_tables
@@ -323,3 +323,41 @@ def test_the_core_search_finds_a_pair_that_no_single_move_replaces():
     )
     moves, proved, _ = core_search(core, 1.0, 10, 100, 1000)
     assert (sorted(moves.tolist()), proved) == ([0, 1], True)
+
+
+def test_a_core_of_too_many_moves_keeps_the_cheapest_and_says_what_it_left_out():
+    reduced = np.array([[np.inf, 0.3, 0.9], [0.1, np.inf, 0.3], [0.3, 0.2, np.inf]])
+    held = np.array([[1, 2, 3]] * 3)
+    level = np.array([0, 1, 2])
+    whole, left_out = core_of(reduced, held, level, 0.9, 6)
+    assert (len(whole.move_cost), left_out) == (6, np.inf)
+    assert whole.block_cost.tolist() == [0.1, 0.2, 0.3]
+    core, left_out = core_of(reduced, held, level, 0.9, 3)
+    assert sorted(core.move_cost.tolist()) == [0.1, 0.2, 0.3]
+    assert left_out == 0.3
+    moves = list(zip(core.move_block.tolist(), core.move_level.tolist(), strict=True))
+    assert moves == [(1, 0), (2, 1), (0, 1)]
+    assert core.move_bytes.tolist() == [-1, -1, 1]
+
+
+@pytest.mark.parametrize("name", ["Mixtral", "Qwen1.5-MoE"])
+@pytest.mark.parametrize("share", [0.3, 0.5123])
+def test_equal_blocks_by_the_thousand_are_planned_as_well_as_by_counting_them(name, share):
+    """Two kinds of blocks, all equal: the optimum by HiGHS over how many hold which width."""
+    held = family(name, 0.05, 0).bytes_
+    tables = block_tables(held, np.tile(NESTED_ERROR, (len(held), 1)), range(2, 9))
+    budget = int(held[:, 0].sum() * (1 - share) + held[:, -1].sum() * share)
+    of_kind = np.repeat(np.eye(2), 7, axis=1)
+    counted = milp(
+        np.tile(NESTED_ERROR, 2),
+        constraints=LinearConstraint(
+            np.vstack([of_kind, held[:2].ravel() / 32768]),
+            [len(held) / 2, len(held) / 2, -np.inf],
+            [len(held) / 2, len(held) / 2, budget // 32768],
+        ),
+        integrality=np.ones(14),
+        options={"mip_rel_gap": 1e-9},
+    )
+    assert HullPlanner("compiled").plan(tables, budget).damage == pytest.approx(
+        counted.fun, rel=1e-8
+    )
