@@ -17,7 +17,7 @@ from typing import Any, Final
 import numpy as np
 from numpy.typing import NDArray
 
-from policies.weight_page_history import Event
+from policies.weight_page_history import Event, ResidentTables
 from policies.weight_page_ledger import PageLedger
 from policies.weight_page_orders import PartCopies, PartList
 from policies.weight_page_parts import BlockParts, HeldPages
@@ -73,6 +73,21 @@ class PartStates:
         self._held.write(keys, pages)
         self.state.ravel()[keys] = GPU
         return True
+
+    def write_start(self, bits: Keys, lowest: Keys, highest: Keys, tables: ResidentTables) -> None:
+        """Introduce every block with the pages it holds into the history."""
+        if self._history is None:
+            return
+        for block, q in enumerate(bits.tolist()):
+            held = self.copies_of(block * self.parts.num_parts + np.flatnonzero(self.state[block]))
+            pages = []
+            for copy, part in enumerate(held.parts.tolist()):
+                kind, number = self.parts.name(part)
+                pages.append({kind: number, "pages": held.page_list(copy).tolist()})
+            ranges = {"qmin": int(lowest[block]), "qmax": int(highest[block])}
+            self._history(
+                {"ev": "init", "block": block, "q": q, **ranges, "tables": tables, "pages": pages}
+            )
 
     def start(self, keys: Keys, *, step: int) -> PartCopies:
         """HOST to IN_FLIGHT, with pages that the caller knows to be free."""

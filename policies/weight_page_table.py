@@ -30,6 +30,7 @@ from policies.weight_page_history import Event, ResidentTables
 from policies.weight_page_ledger import PageLedger
 from policies.weight_page_orders import PageOrders, PartCopies, PartList
 from policies.weight_page_parts import BlockParts
+from policies.weight_page_reach import WidthParts, fitting
 from policies.weight_page_states import GPU, HOST, IN_FLIGHT, NOT_ENQUEUED, RETIRING, PartStates
 from policies.weight_page_widths import NO_PLAN, BlockWidths, Ints
 
@@ -98,26 +99,25 @@ class WeightPageTable:
         Raises:
             ValueError: If widths are out of range or the weights do not fit into the arena.
         """
-        self.parts = parts
-        self.rules = rules if rules is not None else MovementRules()
+        rules = MovementRules() if rules is None else rules
+        self.parts, self.rules = parts, rules
         self.widths = BlockWidths(parts, bits, lowest, highest, history)
         self.states = PartStates(parts, ledger, checksum=checksum, history=history)
-        self.faults = MovementFaults(parts.num_blocks, self.rules.max_failures)
+        self.faults = MovementFaults(parts.num_blocks, rules.max_failures)
         self.host_address = (
             np.zeros(parts.pages.shape, np.int64) if host_address is None else host_address
         )
-        self._reads = parts.read_by_width(self.rules.tables)
+        self._needs = WidthParts(parts, rules.tables)
         self._waiting = np.zeros(0, np.int64)
         self._waiting_since = np.zeros(parts.num_blocks, np.int64)
         self._last_boundary = -1
-        resident = self._reads[self.bits]
+        resident = self._needs.read_at(self.bits)
         if not self.states.load(np.flatnonzero(resident)):
             raise ValueError(
                 f"weights need {int(parts.pages[resident].sum())} pages, the arena has "
                 f"{ledger.free_pages} free"
             )
-        if history is not None:
-            self._write_start(history)
+        self.states.write_start(self.bits, self.widths.lowest, self.widths.highest, rules.tables)
 
     @property
     def bits(self) -> Ints:
@@ -281,13 +281,15 @@ class WeightPageTable:
 
     def committed_copies(self, blocks: Ints) -> PartCopies:
         """Parts that kernels read at the committed widths of some blocks, with their pages."""
-        return self.states.copies_of(self._keys(blocks, self._reads[self.bits[blocks]]))
+        return self.states.copies_of(
+            self._needs.keys(blocks, self._needs.read_at(self.bits[blocks]))
+        )
 
     @property
     def pages_returning(self) -> int:
         """Pages that will go back to the arena without a further plan."""
         leaving = (self.states.state == RETIRING) | self.states.draining
-        dropping = self._reads[self.bits] & ~self._reads[self.desired]
+        dropping = self._needs.read_at(self.bits) & ~self._needs.read_at(self.desired)
         dropping[self.desired >= self.bits] = False
         return int(self.parts.pages[leaving | dropping].sum())
 
@@ -305,7 +307,7 @@ class WeightPageTable:
         """
         self.states.check()
         self.widths.check()
-        if np.any(self._reads[self.bits] & (self.states.state != GPU)):
+        if np.any(self._needs.read_at(self.bits) & (self.states.state != GPU)):
             raise RuntimeError("a plane or table of a committed width is not resident")
 
     # --- decisions ---
@@ -324,9 +326,9 @@ class WeightPageTable:
         """Set desired widths and abandon what neither they nor the committed ones need."""
         self.desired[blocks] = target
         self._waiting = self._waiting[~np.isin(self._waiting, blocks)]
-        surplus = ~(self._reads[target] | self._reads[self.bits[blocks]])
+        surplus = ~(self._needs.read_at(target) | self._needs.read_at(self.bits[blocks]))
         surplus &= self.states.state[blocks] != HOST
-        keys = self._keys(blocks, surplus & (self.states.state[blocks] != RETIRING))
+        keys = self._needs.keys(blocks, surplus & (self.states.state[blocks] != RETIRING))
         if count:
             under_way = surplus & (self.states.state[blocks] == IN_FLIGHT)
             under_way &= ~self.states.draining[blocks]
@@ -338,13 +340,15 @@ class WeightPageTable:
         self._lead(blocks, self.bits[blocks], reason)
 
     def _want_again(self, blocks: Ints) -> None:
-        needed = self._reads[self.desired[blocks]]
-        self.states.want_again(self._keys(blocks, needed & (self.states.state[blocks] == RETIRING)))
+        needed = self._needs.read_at(self.desired[blocks])
+        self.states.want_again(
+            self._needs.keys(blocks, needed & (self.states.state[blocks] == RETIRING))
+        )
 
     def _lacks(self, blocks: Ints) -> NDArray[np.bool_]:
         """[k, S]: parts of the desired width for which a copy has still to start."""
         absent = (self.states.state[blocks] == HOST) | self.states.draining[blocks]
-        lacks: NDArray[np.bool_] = self._reads[self.desired[blocks]] & absent
+        lacks: NDArray[np.bool_] = self._needs.read_at(self.desired[blocks]) & absent
         return lacks
 
     def _start_waiting(self, step: int) -> PartCopies:
@@ -355,8 +359,8 @@ class WeightPageTable:
         lacks = self._lacks(blocks)
         need = (self.parts.pages[blocks] * lacks).sum(axis=1)
         drains = (lacks & self.states.draining[blocks]).any(axis=1)
-        fits = _fitting(np.where(drains, 0, need), self.states.ledger.free_pages) & ~drains
-        copies = self.states.start(self._keys(blocks[fits], lacks[fits]), step=step)
+        fits = fitting(np.where(drains, 0, need), self.states.ledger.free_pages) & ~drains
+        copies = self.states.start(self._needs.keys(blocks[fits], lacks[fits]), step=step)
         self._waiting = blocks[~fits]
         late = step - self._waiting_since[blocks] >= self.rules.timeout_steps
         hopeless = ~fits & (late | (~drains & (self.pages_returning == 0)))
@@ -384,40 +388,29 @@ class WeightPageTable:
         """Lower desired widths to the highest that parts here or under way still reach."""
         state = self.states.state[blocks]
         coming = (state == GPU) | ((state == IN_FLIGHT) & ~self.states.draining[blocks])
-        reached = self._reached(blocks, coming)
+        reached = self._needs.reached(self.bits[blocks], self.desired[blocks], coming)
         self.widths.plan_of[blocks[reached == self.bits[blocks]]] = NO_PLAN
         self._lead(blocks, reached, "raise failed")
         self.widths.close_finished()
 
-    def _reached(self, blocks: Ints, have: NDArray[np.bool_]) -> Ints:
-        """Width nearest to the desired one whose parts are all in ``have``, else the committed."""
-        q, desired = self.bits[blocks], self.desired[blocks]
-        reached = q.copy()
-        for bits in range(self.parts.min_bits, self.parts.parent_bits + 1):
-            on_the_way = ((q < bits) & (bits <= desired)) | ((bits == desired) & (desired < q))
-            reached[on_the_way & have[:, self._reads[bits]].all(axis=1)] = bits
-        return reached
-
     def _commit(self) -> Ints:
         """Move committed widths; returns the blocks that moved."""
         blocks = np.flatnonzero(self.widths.plan_of != NO_PLAN)
-        reached = self._reached(blocks, self.states.state[blocks] == GPU)
+        have = self.states.state[blocks] == GPU
+        reached = self._needs.reached(self.bits[blocks], self.desired[blocks], have)
         moves = reached != self.bits[blocks]
         blocks, reached = blocks[moves], reached[moves]
         old = self.bits[blocks]
         self.widths.commit(blocks, reached)
-        superseded = self._keys(blocks, self._reads[old] & ~self._reads[reached])
+        superseded = self._needs.keys(
+            blocks, self._needs.read_at(old) & ~self._needs.read_at(reached)
+        )
         self.states.retire(superseded, last_reader=self.widths.last_built)
         self.faults.succeeded(blocks[reached > old])
         moved: Ints = blocks
         return moved
 
     # --- books ---
-
-    def _keys(self, blocks: Ints, mask: NDArray[np.bool_]) -> Ints:
-        rows, parts = np.nonzero(mask)
-        keys: Ints = blocks[rows] * self.parts.num_parts + parts
-        return keys
 
     def _orders(
         self,
@@ -437,36 +430,3 @@ class WeightPageTable:
             freed=PartList(nothing, nothing) if freed is None else freed,
             freed_pages=freed_pages,
         )
-
-    def _write_start(self, history: Callable[[Event], None]) -> None:
-        for block, bits in enumerate(self.bits.tolist()):
-            keys = block * self.parts.num_parts + np.flatnonzero(self._reads[bits])
-            copies = self.states.copies_of(keys)
-            pages = [
-                {kind: number, "pages": copies.page_list(copy).tolist()}
-                for copy, part in enumerate(copies.parts.tolist())
-                for kind, number in [self.parts.name(part)]
-            ]
-            history(
-                {
-                    "ev": "init",
-                    "block": block,
-                    "q": bits,
-                    "qmin": int(self.widths.lowest[block]),
-                    "qmax": int(self.widths.highest[block]),
-                    "tables": self.rules.tables,
-                    "pages": pages,
-                }
-            )
-
-
-def _fitting(need: Ints, free: int) -> NDArray[np.bool_]:
-    """Which of the needs fit into the free pages, first come, first served."""
-    if need.sum() <= free:
-        return np.ones(len(need), np.bool_)
-    fits = np.zeros(len(need), np.bool_)
-    for place, pages in enumerate(need.tolist()):
-        if pages <= free:
-            fits[place] = True
-            free -= pages
-    return fits
