@@ -201,7 +201,12 @@ def _checked_entries(folder: Path, manifest: Manifest) -> dict[str, tuple[str, T
                 header, _ = read_header(folder / file)
             except TensorFileError as error:
                 raise QuantizedCheckpointError(str(error)) from None
-            entries.update({name: (file, entry) for name, entry in header.items()})
+            for name, entry in header.items():
+                if name in entries:
+                    raise QuantizedCheckpointError(
+                        f"{folder / file}: tensor {name} is also in {entries[name][0]}"
+                    )
+                entries[name] = (file, entry)
     for block in manifest.blocks:
         for name, (dtype, shape) in manifest.tensors(block).items():
             if name not in entries or entries[name][0] != block.file:

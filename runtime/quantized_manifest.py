@@ -123,7 +123,7 @@ class Manifest:
             "files": files,
             "blocks": blocks,
         }
-        return (json.dumps(table, indent=1) + "\n").encode()
+        return json.dumps(table, indent=1).encode()
 
 
 def block_layout(
