@@ -64,11 +64,19 @@ class Fence(Protocol):
 class CopyDevice(Protocol):
     """Copies beside the computation. No call but ``copy_now`` and ``close`` waits for a copy."""
 
+    @property
+    def largest_job_bytes(self) -> int:
+        """A job may have this many bytes of pages."""
+
     def host_memory(self, num_bytes: int) -> NDArray[np.uint8]:
         """Memory for the host parent, pinned if the device can."""
 
     def attach(self, host_pages: NDArray[np.uint8], tables: PageTables) -> None:
-        """Tell the device its source and the tables that its kernels read; once, at the start."""
+        """Tell the device its source and the tables that its kernels read; once, at the start.
+
+        Raises:
+            ValueError: If a plane or table is larger than a job may be.
+        """
 
     def copy_now(self, job: CopyJob) -> None:
         """Copy and wait, before the first step."""
@@ -157,6 +165,11 @@ class CpuDevice:
         self._cancelled: set[int] = set()
         self._thread = threading.Thread(target=self._copy, name="page copies", daemon=True)
         self._thread.start()
+
+    @property
+    def largest_job_bytes(self) -> int:
+        """As large as memory."""
+        return self._arena.nbytes
 
     def host_memory(self, num_bytes: int) -> NDArray[np.uint8]:
         """Pageable memory."""

@@ -82,6 +82,11 @@ class FaultyDevice:
         self._ends: list[JobEnd] = []
         self.fates = dict.fromkeys(("lands", "fails", "corrupts", "loses"), 0)
 
+    @property
+    def largest_job_bytes(self) -> int:
+        """As large as memory."""
+        return self._arena.nbytes
+
     def host_memory(self, num_bytes: int) -> NDArray[np.uint8]:
         """Pageable memory."""
         return np.empty(num_bytes, np.uint8)

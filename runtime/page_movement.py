@@ -107,7 +107,7 @@ class PageMover:
                 f"the parent's pages have {parent.page_bytes} bytes, the arena's {arena.page_bytes}"
             )
         self._parent, self._arena, self._device = parent, arena, device
-        self._job_pages = max(1, job_bytes // arena.page_bytes)
+        self._job_pages = max(1, min(job_bytes, device.largest_job_bytes) // arena.page_bytes)
         self.table = WeightPageTable(
             parent.parts,
             bits,

@@ -175,6 +175,11 @@ class TorchDevice:
         self._thread = threading.Thread(target=self._copy, name="page copies", daemon=True)
         self._thread.start()
 
+    @property
+    def largest_job_bytes(self) -> int:
+        """A slot."""
+        return self._slot_pages * self._page_bytes
+
     def host_memory(self, num_bytes: int) -> NDArray[np.uint8]:
         """Pinned memory; pageable memory, with a warning, if that cannot be had."""
         try:
@@ -187,7 +192,17 @@ class TorchDevice:
         return memory
 
     def attach(self, host_pages: NDArray[np.uint8], tables: PageTables) -> None:
-        """Remember the source, and mirror the tables."""
+        """Remember the source, and mirror the tables.
+
+        Raises:
+            ValueError: If a plane or table is larger than a slot.
+        """
+        largest = max(tables.plane_pages.shape[2], tables.table_pages.shape[2])
+        if largest > self._slot_pages:
+            raise ValueError(
+                f"slot_bytes must hold the largest plane or table, {largest * self._page_bytes} "
+                f"bytes, not {self._slot_pages * self._page_bytes}"
+            )
         self._source = host_pages
         pinned = self._pinned_source
         if pinned is None or pinned.data_ptr() != host_pages.ctypes.data:

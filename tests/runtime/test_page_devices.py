@@ -126,7 +126,7 @@ def orders(plan_id, drops, raises):
     return PrecisionOrders(plan_id, widths(drops), widths(raises))
 
 
-def make(kind, place="cpu", verify=True, pinned=True):
+def make(kind, place="cpu", verify=True, pinned=True, job_bytes=16 * 1024):
     history = []
     arena = PageArena(400, page_bytes=1024, device=place, history=history.append)
     if kind == "thread":
@@ -146,7 +146,7 @@ def make(kind, place="cpu", verify=True, pinned=True):
         device,
         np.array([4, 3, 2, 5]),
         rules=MovementRules(timeout_steps=1 << 40),
-        job_bytes=16 * 1024,
+        job_bytes=job_bytes,
         history=history.append,
     )
     return mover, arena, parent, streams, history
@@ -310,6 +310,30 @@ def test_a_part_larger_than_a_slot_is_refused():
         job = CopyJob(9, pages, pages, pages, pages, pages, pages.astype(np.int32))
         with pytest.raises(ValueError, match="65 pages does not fit a slot of 64"):
             mover._device.start(job)
+    finally:
+        mover.close()
+
+
+def test_a_ring_too_small_for_a_table_is_refused_at_the_start():
+    arena = PageArena(400, page_bytes=1024)
+    arena.buffer = TorchOnCpu(arena.buffer.array)
+    device = TorchDevice(arena, InlineStreams(), slot_bytes=8192)
+    parent = HostParent(SHAPES, CanonicalLayout(), page_bytes=1024)
+    try:
+        with pytest.raises(ValueError, match="largest plane or table, 32768 bytes, not 8192"):
+            PageMover(parent, arena, device, np.array([2, 2, 2, 2]))
+    finally:
+        device.close()
+
+
+def test_jobs_are_no_larger_than_a_slot():
+    mover, arena, parent, _, _ = make("torch", job_bytes=1 << 30)
+    try:
+        mover.plan(orders(1, {}, {0: 8, 1: 8, 2: 8, 3: 8}), step=1)
+        sizes = [len(job.arena_pages) for job in [*mover._queue, *mover._under_way.values()]]
+        assert max(sizes) <= 64 < sum(sizes)
+        until(lambda: mover.at_rest, mover, 1)
+        assert_bits_are_the_parents(mover, arena, parent)
     finally:
         mover.close()
 
