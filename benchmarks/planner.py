@@ -19,6 +19,7 @@ import platform
 import statistics
 import time
 from collections.abc import Callable, Sequence
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -30,9 +31,11 @@ from models.routing_mass import mass_multipliers
 from models.streams import stream
 from policies.catalog import PRECISION, precision_planner
 from policies.orders import PrecisionPlan
+from policies.precision import PrecisionPolicy
 from policies.precision_moves import Movable, exchanges
 from policies.precision_plan import HullPlanner, compiled_loops, threshold_cut
 from policies.precision_problem import bytes_at, held_bytes, problem
+from policies.precision_state import PrecisionState
 from policies.precision_tables import BlockTables, block_tables
 from traces.whole_file import write_whole
 
@@ -165,6 +168,42 @@ def times(name: str) -> dict[str, Any]:
         "greedy by a Python heap": timed_ms(lambda: heap_greedy(tables, budget), 3),
     }
     found["hull plan over floor"] = found["hull plan, compiled"]["median"] / floor["median"]
+    return found
+
+
+def decision_times(name: str = FAMILIES[-1]) -> dict[str, Any]:
+    """CPU time of one call of the whole policy, by what it decides."""
+    tables = instance(name, 0.05, 0)
+    plan = HullPlanner().plan(tables, budget_of(tables.bytes_, 3.5))
+    weights = plan.bytes_ // DEFAULT_PAGE_BYTES
+    arena, blocks = int(weights / 0.8), tables.num_blocks
+    state = PrecisionState(
+        step=0,
+        bits=plan.bits,
+        desired_bits=plan.bits,
+        hot_floor_bits=np.full(blocks, 2),
+        pinned=np.zeros(blocks, dtype=bool),
+        retry_step=np.zeros(blocks, dtype=np.int64),
+        mass_multiplier=stream(0, "mass").lognormal(0.0, 0.1, blocks),
+        prompt_multiplier=np.ones(blocks),
+        kv_pages=arena - weights - arena // 10,
+        forecast_pages=0,
+        copying_bytes=0,
+    )
+    short = replace(state, kv_pages=arena - weights)
+    found = {}
+    for label, told, now in (
+        ("nothing due", state, 0.0),
+        ("shrink", short, 0.0),
+        ("exchange", state, 9.0),
+    ):
+
+        def decide(told: PrecisionState = told, now: float = now) -> str:
+            policy = PrecisionPolicy(tables, arena_pages=arena, page_bytes=DEFAULT_PAGE_BYTES)
+            return policy.decide(told, now=now).reason
+
+        assert decide() == ("none" if label == "nothing due" else label)
+        found[f"{label}, {blocks} blocks"] = timed_ms(decide)
     return found
 
 
@@ -312,6 +351,7 @@ def main() -> None:
     results: dict[str, Any] = {
         "machine": f"{platform.machine()}, Python {platform.python_version()}, one core",
         "CPU ms": {name: times(name) for name in FAMILIES},
+        "CPU ms of a decision": decision_times(),
         "gap to the linear bound": {
             f"{name}, noise {noise}": gaps(name, noise)
             for name in FAMILIES

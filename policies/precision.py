@@ -24,7 +24,7 @@ import numpy as np
 
 from policies import precision_moves as moves
 from policies.catalog import precision_planner
-from policies.orders import PrecisionDecision
+from policies.orders import BitWidths, PrecisionDecision, PrecisionOrders
 from policies.precision_moves import Movable
 from policies.precision_plan import Engine, compiled_loops, threshold_cut
 from policies.precision_problem import held_bytes, problem
@@ -32,6 +32,10 @@ from policies.precision_state import PrecisionSettings, PrecisionState, check_st
 from policies.precision_tables import BlockTables, Ints
 
 Reason = Literal["shrink", "emergency", "restore", "exchange"]
+
+_NO_WIDTHS = BitWidths(np.zeros(0, np.int64), np.zeros(0, np.int64))
+_NO_ORDERS = PrecisionOrders(0, _NO_WIDTHS, _NO_WIDTHS)
+_NOTHING = PrecisionDecision(_NO_ORDERS, "none")
 
 
 class PrecisionPolicy:
@@ -93,18 +97,19 @@ class PrecisionPolicy:
         Raises:
             ValueError: If an array has the wrong length or a width is unknown.
         """
-        movable = self._movable(state)
-        margin = self._spare_pages(state, movable) - state.forecast_pages
+        held = self._held(state)
+        margin = self._spare_pages(state, held) - state.forecast_pages
         self._watch(margin, state.step)
         if margin < self._pages(self.settings.low_share):
             self._is_restoring = False
-            return self._shrink(movable, margin, "shrink")
+            return self._shrink(self._movable(state, held), margin, "shrink")
         if not self.settings.use_movement or now < self._due:
-            return self._nothing(movable)
+            return _NOTHING
         self._due = now + self.settings.plan_interval_s
         link_bytes = self._link_bytes() - state.copying_bytes
         if link_bytes <= 0:
-            return self._nothing(movable)
+            return _NOTHING
+        movable = self._movable(state, held)
         return self._restore(movable, margin, link_bytes, state.step) or self._exchange(
             movable, link_bytes
         )
@@ -126,17 +131,17 @@ class PrecisionPolicy:
         Raises:
             ValueError: As ``decide``.
         """
-        movable = self._movable(state)
-        spare = self._spare_pages(state, movable)
+        held = self._held(state)
+        spare = self._spare_pages(state, held)
         margin = spare - max(state.forecast_pages, pages_needed)
         self._watch(margin, state.step)
         if margin >= self._pages(self.settings.low_share):
-            return self._nothing(movable)
+            return _NOTHING
         self._is_restoring = False
-        decision = self._shrink(movable, margin, "emergency")
+        decision = self._shrink(self._movable(state, held), margin, "emergency")
         freed = 0
         if decision.bytes_ is not None:
-            freed = (held_bytes(self.tables, movable.held) - decision.bytes_) // self.page_bytes
+            freed = (held_bytes(self.tables, held) - decision.bytes_) // self.page_bytes
         return replace(
             decision, reason="emergency", pages_short=max(0, pages_needed - spare - freed)
         )
@@ -145,11 +150,13 @@ class PrecisionPolicy:
         """When the next plan with copies is due, in seconds; None if nothing is ever copied."""
         return self._due if self.settings.use_movement else None
 
-    def _movable(self, state: PrecisionState) -> Movable:
+    def _held(self, state: PrecisionState) -> Ints:
+        check_state(state, self.tables.num_blocks)
+        return level_of_bits(self.tables, state.desired_bits, "desired_bits")
+
+    def _movable(self, state: PrecisionState, held: Ints) -> Movable:
         tables, settings = self.tables, self.settings
-        check_state(state, tables.num_blocks)
         committed = level_of_bits(tables, state.bits, "bits")
-        held = level_of_bits(tables, state.desired_bits, "desired_bits")
         widths = np.asarray(tables.bits, dtype=np.int64)
         floor = np.zeros(len(held), dtype=np.int64)
         multiplier = np.ones(len(held))
@@ -167,9 +174,9 @@ class PrecisionPolicy:
             multiplier=multiplier,
         )
 
-    def _spare_pages(self, state: PrecisionState, movable: Movable) -> int:
+    def _spare_pages(self, state: PrecisionState, held: Ints) -> int:
         """Pages neither KV nor weights hold, once all open plans are carried out."""
-        weights = held_bytes(self.tables, movable.held) // self.page_bytes
+        weights = held_bytes(self.tables, held) // self.page_bytes
         return self.arena_pages - state.kv_pages - weights
 
     def _pages(self, share: float) -> int:
@@ -223,15 +230,11 @@ class PrecisionPolicy:
         lacks_to_target = -(-bytes_short // self.page_bytes)
         return self._decision(movable, level, reason, max(0, lacks_to_target - (target - low)))
 
-    def _nothing(self, movable: Movable) -> PrecisionDecision:
-        return PrecisionDecision(moves.orders(self.tables, movable, movable.held, 0), "none")
-
     def _decision(
         self, movable: Movable, level: Ints, reason: Reason, pages_short: int
     ) -> PrecisionDecision:
         if (level == movable.held).all():
-            orders = moves.orders(self.tables, movable, level, 0)
-            return PrecisionDecision(orders, reason if pages_short else "none", pages_short)
+            return PrecisionDecision(_NO_ORDERS, reason if pages_short else "none", pages_short)
         self._last_plan_id += 1
         orders = moves.orders(self.tables, movable, level, self._last_plan_id)
         bytes_ = held_bytes(self.tables, level)

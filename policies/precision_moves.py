@@ -87,8 +87,8 @@ def exchanges(
 ) -> Ints:
     """Levels after raises paid for by drops: equal bytes, more than 1 + margin times the damage.
 
-    Damage below the width a block holds is weighed 1 + margin times. The plan under that measure
-    leaves a block where it is unless moving it is worth the margin.
+    Damage beyond that of the width a block holds is weighed 1 + margin times. The plan under that
+    measure leaves a block where it is unless moving it is worth the margin.
 
     Args:
         planner: Plans under the measure.
@@ -100,9 +100,8 @@ def exchanges(
     """
     held = movable.held
     at_held = np.take_along_axis(tables.damage, held[:, None], axis=1)
-    below = np.arange(len(tables.bits)) < held[:, None]
-    weighed = np.where(below, at_held + (1.0 + margin) * (tables.damage - at_held), tables.damage)
-    measure = with_damage(tables, np.maximum(weighed, 0.0), engine)
+    worse = np.maximum(tables.damage - at_held, 0.0)
+    measure = with_damage(tables, tables.damage + margin * worse, engine)
     budget = held_bytes(tables, held)
     low = np.where(movable.below_floor, movable.floor, movable.lowest)
     if held_bytes(tables, low) > budget:

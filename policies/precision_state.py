@@ -128,12 +128,14 @@ def level_of_bits(tables: BlockTables, bits: Ints, name: str) -> Ints:
     Raises:
         ValueError: If a block is at a width that the tables do not have.
     """
-    widths = np.asarray(tables.bits, dtype=np.int64)
-    level = np.minimum(np.searchsorted(widths, bits), len(widths) - 1)
-    known = widths[level] == bits
+    level_at = np.full(max(tables.bits) + 1, -1)
+    level_at[list(tables.bits)] = np.arange(len(tables.bits))
+    within = (bits >= 0) & (bits < len(level_at))
+    level = level_at[np.where(within, bits, 0)]
+    known = level >= 0
     if not known.all():
         block = int(np.argmin(known))
         raise ValueError(
             f"{name} of block {block} must be one of {list(tables.bits)}, found {bits[block]}"
         )
-    return level.astype(np.int64)
+    return level
