@@ -102,19 +102,23 @@ class CopyDevice(Protocol):
 
 
 def checksums_of(
-    arena_pages: NDArray[np.uint8], first: NDArray[np.int64], stream_bytes: NDArray[np.int64]
+    memory: NDArray[np.uint8], pages: NDArray[np.integer], job: CopyJob
 ) -> NDArray[np.uint32]:
-    """CRC-32 of parts whose pages lie one behind the other.
+    """[c] uint32: CRC-32 of a job's parts, read page by page where they are.
 
     Args:
-        arena_pages: [pages, page_bytes] uint8.
-        first: [c + 1], where each part starts.
-        stream_bytes: [c].
+        memory: [any, page_bytes] uint8.
+        pages: Where the job's pages are in ``memory``, in their order.
+        job: Tells where parts start and how many bytes they have.
     """
-    sums = np.zeros(len(stream_bytes), np.uint32)
-    for part, num_bytes in enumerate(stream_bytes.tolist()):
-        pages = arena_pages[first[part] : first[part + 1]].reshape(-1)
-        sums[part] = zlib.crc32(pages[:num_bytes].data)
+    page_bytes = memory.shape[1]
+    sums = np.zeros(len(job.parts), np.uint32)
+    for part, num_bytes in enumerate(job.stream_bytes.tolist()):
+        crc = 0
+        for page in pages[job.first[part] : job.first[part + 1]].tolist():
+            crc = zlib.crc32(memory[page, :num_bytes].data, crc)
+            num_bytes -= page_bytes
+        sums[part] = crc
     return sums
 
 
@@ -226,7 +230,6 @@ class CpuDevice:
             self.copy_now(job)
             if not self._verify:
                 return JobEnd(job, None, None)
-            read_back = self._arena[job.arena_pages]
-            return JobEnd(job, None, checksums_of(read_back, job.first, job.stream_bytes))
+            return JobEnd(job, None, checksums_of(self._arena, job.arena_pages, job))
         except Exception as error:  # the engine's thread reports it; this one must live on
             return JobEnd(job, f"{type(error).__name__}: {error}", None)

@@ -307,9 +307,9 @@ class TorchDevice:
                 copy.event = self._streams.copy_event()
 
     def _sum(self, copy: _Copy) -> None:
-        job = copy.job
         read_back = copy.slot.host.numpy().reshape(-1, self._page_bytes)
-        copy.checksums = checksums_of(read_back, job.first, job.stream_bytes)
+        places = np.arange(len(copy.job.arena_pages))
+        copy.checksums = checksums_of(read_back, places, copy.job)
 
     def _enqueue(
         self, slot: _Slot, host_pages: NDArray[np.int64], arena_pages: NDArray[np.int32]
