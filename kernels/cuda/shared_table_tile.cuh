@@ -31,13 +31,12 @@ struct TileWork {
   __device__ __forceinline__ bool holds(int tile, int row) const { return row_of(tile, row) < (tile ? second_end : first_end); }
 };
 
-// Halves and bfloat16 fit into tf32 whole; a float needs a second term.
-__device__ __forceinline__ void mma_terms(float (&d)[4], const unsigned (&a)[4], float b0, float b1, bool two_terms) {
+// A float is two tf32 numbers to 2^-21; the lower one of a half or a bfloat16 is zero. Both are always multiplied: a
+// branch costs more than the tensor core, which waits for the decoding anyway.
+__device__ __forceinline__ void mma_terms(float (&d)[4], const unsigned (&a)[4], float b0, float b1) {
   const unsigned high[2] = {__float_as_uint(b0) & 0xFFFFE000u, __float_as_uint(b1) & 0xFFFFE000u};
-  if (two_terms) {
-    const unsigned low[2] = {__float_as_uint(b0 - __uint_as_float(high[0])), __float_as_uint(b1 - __uint_as_float(high[1]))};
-    ptx_mma_m16n8k8_tf32(d, a, low);
-  }
+  const unsigned low[2] = {__float_as_uint(b0 - __uint_as_float(high[0])), __float_as_uint(b1 - __uint_as_float(high[1]))};
+  ptx_mma_m16n8k8_tf32(d, a, low);
   ptx_mma_m16n8k8_tf32(d, a, high);
 }
 
@@ -62,7 +61,7 @@ __device__ __forceinline__ void few_tokens(const TileWork& w, int count, float (
   const int tile = warp & 1, half = warp >> 1;
   const unsigned short* table = reinterpret_cast<const unsigned short*>(w.table) + tile * w.table_size + g;
   const float2* staged = reinterpret_cast<const float2*>(w.scratch) + half * 1024;
-  const bool second = count > 8, two_terms = w.input_type == FLOAT32;
+  const bool second = count > 8;
   for (int i = threadIdx.x; i < FEW_TOKENS * 512; i += TILE_THREADS) w.scratch[i] = 0.f;
   for (int column0 = 0; column0 < w.columns; column0 += 512) {
     const bool any = column0 + half * 256 < w.columns;
@@ -90,10 +89,10 @@ __device__ __forceinline__ void few_tokens(const TileWork& w, int count, float (
           }
           const int step = v * 16 + s * 2 + j;
           const float2 b = staged[step * 32 + (lane ^ step)];
-          mma_terms(acc[0], a, b.x, b.y, two_terms);
+          mma_terms(acc[0], a, b.x, b.y);
           if (second) {
             const float2 b2 = staged[2048 + step * 32 + (lane ^ step)];
-            mma_terms(acc[1], a, b2.x, b2.y, two_terms);
+            mma_terms(acc[1], a, b2.x, b2.y);
           }
         }
       }
@@ -146,7 +145,6 @@ __device__ __forceinline__ void many_tokens(const TileWork& w, int count, float 
   const int lane = threadIdx.x & 31, warp = threadIdx.x >> 5, g = lane >> 2, t = lane & 3;
   __half* weights = reinterpret_cast<__half*>(w.scratch);
   float* stage = w.scratch + 32 * WEIGHT_STRIDE / 2 + warp * 32 * STAGE_STRIDE;
-  const bool two_terms = w.input_type == FLOAT32;
   const int mine = max(0, min(32, count - 32 * warp)), tiles = (mine + 7) / 8;
   for (int column0 = 0; column0 < w.columns; column0 += CHUNK) {
     __syncthreads();
@@ -175,8 +173,8 @@ __device__ __forceinline__ void many_tokens(const TileWork& w, int count, float 
         for (int n = 0; n < 4; ++n) {
           if (n >= tiles) continue;
           const float2 b = *reinterpret_cast<const float2*>(stage + (n * 8 + g) * STAGE_STRIDE + k + 2 * t);
-          mma_terms(acc[0][n], a[0], b.x, b.y, two_terms);
-          mma_terms(acc[1][n], a[1], b.x, b.y, two_terms);
+          mma_terms(acc[0][n], a[0], b.x, b.y);
+          mma_terms(acc[1][n], a[1], b.x, b.y);
         }
       }
     }
