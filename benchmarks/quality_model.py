@@ -1,4 +1,4 @@
-"""A mixture-of-experts model whose expert blocks can be put at any bitwidth, and its loss on text."""
+"""A mixture-of-experts model whose blocks can be put at any bitwidth, and its loss on text."""
 
 from __future__ import annotations
 
@@ -14,6 +14,7 @@ from runtime.calibration_experts import find_experts
 from runtime.nested_kmeans import NestedRows, quantize_rows
 
 BITS = (2, 3, 4, 5, 6, 7, 8)
+MAX_LOGITS = 8 << 20  # numbers held at once
 
 
 class MixedPrecisionModel:
@@ -36,7 +37,7 @@ class MixedPrecisionModel:
             rows = quantize_rows(
                 self.full[block].numpy(), np.asarray(sensitivity(block)), threads=threads
             )
-            tables = {q: t.astype(np.float16).astype(np.float64) for q, t in rows.tables.items()}
+            tables = {q: table.astype(np.float16) for q, table in rows.tables.items()}
             self.rows.append(NestedRows(rows.codes, tables))
         self.held = np.full(self.num_blocks, 16)
 
@@ -71,7 +72,7 @@ class MixedPrecisionModel:
             self.held[block] = q
 
     def bytes_table(self, accounting: str) -> np.ndarray:
-        """[blocks, levels] bytes: ``planes`` alone, or planes and ``resident`` tables (all up to q).
+        """[blocks, levels] bytes: ``planes`` alone, or with ``resident`` tables (all up to q).
 
         A drop must move no bytes, so a block at q bits keeps the tables of 2..q.
         """
@@ -86,9 +87,10 @@ class MixedPrecisionModel:
 
 
 @torch.inference_mode()
-def sequence_losses(model: Any, sequences: torch.Tensor, batch: int = 8) -> np.ndarray:
+def sequence_losses(model: Any, sequences: torch.Tensor) -> np.ndarray:
     """[n] mean negative log-likelihood of every sequence, nats per token."""
     losses = []
+    batch = max(1, MAX_LOGITS // (sequences.shape[1] * model.config.vocab_size))
     for start in range(0, len(sequences), batch):
         x = sequences[start : start + batch]
         logits = model(input_ids=x, use_cache=False).logits[:, :-1]
