@@ -106,7 +106,7 @@ def _entry(path: Path, name: str, item: Any, data_start: int) -> TensorEntry:
         raise TensorFileError(
             f"{path}: tensor {name}: needs dtype, shape and data_offsets"
         ) from None
-    if dtype not in DTYPE_BYTES:
+    if not isinstance(dtype, str) or dtype not in DTYPE_BYTES:
         raise TensorFileError(
             f"{path}: tensor {name}: dtype {dtype!r}, must be one of {', '.join(DTYPE_BYTES)}"
         )

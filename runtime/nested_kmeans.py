@@ -177,17 +177,22 @@ def _cluster_chunk(
 def sorted_columns(weights: Weights) -> NDArray[np.uint32]:
     """Columns of every row by ascending weight, equal weights by column: [N, K] uint32.
 
-    A float32 row is sorted as integers, weight above and column below in one 64-bit key: no two
-    keys are equal, so the fast sort, which keeps no order among equals, gives one answer.
+    A float32 row is sorted as integers, weight above and column below in one key: no two keys
+    are equal, so the fast sort, which keeps no order among equals, gives one answer. Weights that
+    come from bfloat16 leave room for the column in 32 bits.
     """
     if weights.dtype == np.float64:
         return np.argsort(weights, axis=1, kind="stable").astype(np.uint32)
     bits = (weights + np.float32(0.0)).view(np.uint32)  # -0.0 + 0.0 is 0.0
     ascending = np.where(bits >> 31, ~bits, bits | np.uint32(1 << 31))
-    keys = ascending.astype(np.uint64) << np.uint64(32)
-    keys |= np.arange(weights.shape[1], dtype=np.uint64)
-    keys.sort(axis=1)
-    return keys.astype(np.uint32)
+    columns = np.arange(weights.shape[1], dtype=np.uint32)
+    if weights.shape[1] <= 1 << 16 and not (bits & 0xFFFF).any():
+        keys = (ascending & np.uint32(0xFFFF0000)) | columns
+        keys.sort(axis=1)
+        return keys & np.uint32(0xFFFF)
+    wide = (ascending.astype(np.uint64) << np.uint64(32)) | columns
+    wide.sort(axis=1)
+    return wide.astype(np.uint32)
 
 
 def _tables_by_bits(

@@ -62,31 +62,29 @@ def _best_cut(
 def _next_layer(
     before: Floats,
     after: Floats,
-    cuts_before: Ints,
     cuts: Ints,
     sums: Floats,
     masses: Floats,
-    cells: int,
-    last: int,
+    box: tuple[int, int],
+    cut_box: tuple[int, int],
 ) -> None:
-    """Best ``cells`` cells of [0, j) for j in cells..last, by divide and conquer.
+    """For every end j in ``box`` the best last cut in ``cut_box``, by divide and conquer.
 
-    The best last cut moves left neither as j grows nor as cells are added, so known cuts of
-    nearer and nearer j, and the cut of one cell less, bound the search for those between.
+    The best last cut does not move left as j grows, so known cuts of nearer and nearer j bound
+    the search for those between.
     """
-    ends = last - cells + 1
+    first, last = box
+    ends = last - first + 1
     stride = 1
     while stride * 2 <= ends:
         stride *= 2
     while stride > 0:
         for place in range(stride - 1, ends, 2 * stride):
-            end = cells + place
-            low = cells - 1
-            high = end - 1
+            end = first + place
+            low = cut_box[0]
+            high = min(cut_box[1], end - 1)
             if place >= stride:
                 low = cuts[end - stride]
-            if end < last:
-                low = max(low, cuts_before[end])
             if place + stride < ends:
                 high = min(high, cuts[end + stride])
             after[end], cuts[end] = _best_cut(before, sums, masses, end, low, high)
@@ -129,6 +127,31 @@ def _group_equal(values: Floats, mass: Floats, sums: Floats, masses: Floats, sta
 
 
 @_compiled
+def _one_more_cell(
+    sums: Floats, masses: Floats, groups: int, borders: Ints, cells: int, cuts: NDArray[np.int32]
+) -> None:
+    """From the best ``cells`` cells to the best with one more; ``borders`` is replaced.
+
+    The best cuts interlace: the m-th of the new ones lies between the old (m-1)-th and m-th.
+    """
+    before = np.zeros(groups + 1)
+    after = np.zeros(groups + 1)
+    box = (1, min(borders[1], groups - cells))
+    for j in range(box[0], box[1] + 1):
+        before[j] = _gain(sums, masses, 0, j)
+    for layer in range(2, cells + 1):
+        cut_box = box
+        box = (max(borders[layer - 1], layer), min(borders[layer], groups - cells - 1 + layer))
+        _next_layer(before, after, cuts[layer], sums, masses, box, cut_box)
+        before, after = after, before
+    _, end = _best_cut(before, sums, masses, groups, box[0], box[1])
+    borders[cells + 1] = groups
+    for layer in range(cells, 0, -1):
+        borders[layer] = end
+        end = cuts[layer, end]
+
+
+@_compiled
 def _seed_borders(
     sums: Floats, masses: Floats, starts: Ints, groups: int, cells: int, borders: Ints
 ) -> None:
@@ -138,27 +161,23 @@ def _seed_borders(
     error. With fewer groups than cells the last cells stay empty.
     """
     used = min(cells, groups)
-    before = np.zeros(groups + 1)
-    after = np.zeros(groups + 1)
     cuts = np.zeros((used + 1, groups + 1), np.int32)
-    for j in range(1, groups + 1):
-        before[j] = _gain(sums, masses, 0, j)
-    for layer in range(2, used):
-        last = groups - (used - layer)
-        _next_layer(before, after, cuts[layer - 1], cuts[layer], sums, masses, layer, last)
-        before, after = after, before
-    if used > 1:
-        _, cuts[used, groups] = _best_cut(before, sums, masses, groups, used - 1, groups - 1)
+    ends = np.zeros(used + 1, np.int32)
+    ends[1] = groups
+    for known in range(1, used):
+        _one_more_cell(sums, masses, groups, ends, known, cuts)
     borders[used:] = starts[groups]
-    end = groups
-    for layer in range(used, 0, -1):
-        end = cuts[layer, end]
-        borders[layer - 1] = starts[end]
+    for cell in range(used):
+        borders[cell] = starts[ends[cell]]
 
 
 @_compiled
 def _split_point(values: Floats, mass: Floats, a: int, b: int) -> int:
-    """Best m of [a, m) and [m, b); ties to the smallest m; one column stays on the left."""
+    """Best m of [a, m) and [m, b); ties to the smallest m; one column stays on the left.
+
+    With values relative to the first, S_l^2/W_l + S_r^2/W_r is S^2/W + t^2 / (W_l W_r W) with
+    t = S_l W - W_l S. Only a better m pays for the division.
+    """
     if b - a < 2:
         return b
     first = values[a]
@@ -167,20 +186,18 @@ def _split_point(values: Floats, mass: Floats, a: int, b: int) -> int:
     for k in range(a, b):
         total_mass += mass[k]
         total_sum += mass[k] * (values[k] - first)
-    to_beat = -1.0
+    tie = TIE * total_sum * total_sum
+    to_beat = tie
     where = a + 1
     left_mass = 0.0
     left_sum = 0.0
     for k in range(a, b - 1):
         left_mass += mass[k]
         left_sum += mass[k] * (values[k] - first)
-        right_mass = total_mass - left_mass
-        right_sum = total_sum - left_sum
-        gain = left_sum * left_sum / left_mass if left_mass > 0.0 else 0.0
-        if right_mass > 0.0:
-            gain += right_sum * right_sum / right_mass
-        if gain > to_beat:
-            to_beat = gain * (1.0 + TIE)
+        between = left_sum * total_mass - left_mass * total_sum
+        masses = left_mass * (total_mass - left_mass)
+        if masses > 0.0 and between * between > to_beat * masses:
+            to_beat = between * between / masses + tie
             where = k + 1
     return where
 
