@@ -9,8 +9,8 @@
 // the same input gives the same bits.
 #include "moe_tile_many.cuh"
 
-#ifndef MAX_BITS
-#define MAX_BITS 8
+#ifndef WIDTHS  // bit q: build for q bits
+#define WIDTHS 0x1fc
 #endif
 
 // Ring of one warp: where one block has an SM for itself, decoded tiles need the room.
@@ -38,6 +38,8 @@ struct Turn {
   int next_code[kWarps];   // its entry of `order`, 0: there is none; a copy for each warp
   unsigned ids[kWarps][8]; // page ids of a warp's planes
 };
+constexpr int kTurnBytes = 512;  // keeps what follows aligned
+static_assert(sizeof(Turn) <= kTurnBytes, "room of a turn");
 
 TILE_INLINE void take(Turn& turn, const Layer& l, const Plan& plan, int module, int code, int item, int groups, int next) {
   const int expert = code >> kCodeShift, first_slot = plan.first_slot()[expert];
@@ -46,9 +48,10 @@ TILE_INLINE void take(Turn& turn, const Layer& l, const Plan& plan, int module, 
   turn.next = next;
 }
 
-template <int MODULE, int NB, bool MANY> TILE_INLINE void all_items(const Layer& l, unsigned char* shared) {
+template <int MODULE, int NB, bool MANY> TILE_INLINE void all_items(const Layer& l, unsigned char* base) {
   constexpr int kRing = ring_bytes(MANY);
-  __shared__ Turn turn;
+  Turn& turn = *(Turn*)base;
+  unsigned char* shared = base + kTurnBytes;
   const Work& w = turn.work;
   const int warp = threadIdx.x >> 5;
   const Plan plan{l.plan, l.experts, l.max_slots, l.groups};
@@ -91,7 +94,7 @@ template <int MODULE, int NB, bool MANY> TILE_INLINE void all_items(const Layer&
     int taken = 0;
     if (MANY && w.tokens > kFewTokens) {
       if constexpr (MANY) {
-#define MANY_TOKENS(Q) if constexpr (Q <= MAX_BITS) many_tokens<MODULE, Q, kRing>(l, w, plan, stream, tables)
+#define MANY_TOKENS(Q) if constexpr ((WIDTHS >> Q) & 1) many_tokens<MODULE, Q, kRing>(l, w, plan, stream, tables)
         EACH_WIDTH(w.bits, MANY_TOKENS)
         start_next();
         if (threadIdx.x == 0) taken = atomicAdd(plan.queue(MODULE), 1);
@@ -102,7 +105,7 @@ template <int MODULE, int NB, bool MANY> TILE_INLINE void all_items(const Layer&
         float sum[NB][2];
 #pragma unroll
         for (int nb = 0; nb < NB; ++nb) sum[nb][0] = sum[nb][1] = 0.0f;
-#define FEW_TOKENS(Q) if constexpr (Q <= MAX_BITS) few_tokens<MODULE, Q, NB, kRing>(l, w, plan, stream, tables, pass, sum)
+#define FEW_TOKENS(Q) if constexpr ((WIDTHS >> Q) & 1) few_tokens<MODULE, Q, NB, kRing>(l, w, plan, stream, tables, pass, sum)
         EACH_WIDTH(w.bits, FEW_TOKENS)
         const int lane = opaque(threadIdx.x) & 31;
         const Share share = Share::of(l, w.bits);

@@ -9,7 +9,8 @@ and plane p keeps that weight at bit 4 i + ((3 - p - a) mod 4): the masks of fou
 step a never meet, so that a nibble of each weight is gathered without shifts, and the eight
 nibbles select the bytes of the A fragment of mma.m16n8k32.s8.
 
-Order of the tiles in the stream of a plane (bytes; a unit is two tiles, 256 columns):
+A unit is two tiles side by side, 256 columns: 16 bytes a lane, [lane][tile of the pair][row g, g + 8].
+Order in the stream of a plane:
 
     [row tile][full unit]  512 bytes each, then [row tile]  256 bytes each of the odd last tile
 
@@ -234,20 +235,18 @@ def _unrotate_bits(tiles: NDArray[np.uint32], plane: int) -> NDArray[np.uint32]:
 
 def _stream(tiles: NDArray[np.uint32], shape: TileShape) -> NDArray[np.uint32]:
     """[row tile, row of a pair, g, column tile, t] to the byte stream's words."""
-    lanes = tiles.transpose(0, 3, 2, 4, 1)  # [row tile, column tile, g, t, row of a pair]
-    full = lanes[:, : 2 * shape.full_units].reshape(-1)
-    return np.concatenate([full, lanes[:, 2 * shape.full_units :].reshape(-1)])
+    even = 2 * shape.full_units
+    pairs = tiles[:, :, :, :even].reshape(shape.row_tiles, 2, 8, shape.full_units, 2, 4)
+    full = pairs.transpose(0, 3, 2, 5, 4, 1)  # [row tile, unit, g, t, tile of the pair, row]
+    tail = tiles[:, :, :, even:].transpose(0, 3, 2, 4, 1)  # [row tile, tile, g, t, row]
+    return np.concatenate([full.reshape(-1), tail.reshape(-1)])
 
 
 def _unstream(words: NDArray[np.uint32], shape: TileShape) -> NDArray[np.uint32]:
     """[row tile, row of a pair, g, column tile, t] from the byte stream's words."""
     even = 2 * shape.full_units
-    size = shape.row_tiles * even * TILE_BYTES // 4
-    lanes = np.concatenate(
-        [
-            words[:size].reshape(shape.row_tiles, even, 8, 4, 2),
-            words[size:].reshape(shape.row_tiles, shape.column_tiles - even, 8, 4, 2),
-        ],
-        axis=1,
-    )
-    return lanes.transpose(0, 4, 2, 1, 3)
+    size = shape.row_tiles * shape.full_units * UNIT_BYTES // 4
+    full = words[:size].reshape(shape.row_tiles, shape.full_units, 8, 4, 2, 2)
+    pairs = full.transpose(0, 5, 2, 1, 4, 3).reshape(shape.row_tiles, 2, 8, even, 4)
+    tail = words[size:].reshape(shape.row_tiles, shape.column_tiles - even, 8, 4, 2)
+    return np.concatenate([pairs, tail.transpose(0, 4, 2, 1, 3)], axis=3)
