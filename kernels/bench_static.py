@@ -23,6 +23,7 @@ class StaticSource:
     path: Path
     defines: tuple[str, ...] = ()
     name_expressions: tuple[str, ...] = ()
+    kernels: tuple[str, ...] = ()  # those that count; all when empty
 
 
 SOURCES = (
@@ -31,7 +32,14 @@ SOURCES = (
     StaticSource("shared_table", shared_table.SOURCE),
 )
 ONE_WIDTH = tuple(
-    StaticSource(f"shared_table q={q}", shared_table.SOURCE, (f"WIDTHS={1 << q}",)) for q in WIDTHS
+    StaticSource(
+        f"shared_table q={q}",
+        shared_table.SOURCE,
+        (f"WIDTHS={1 << q}",),
+        (),
+        ("moe_gate_up", "moe_down"),
+    )
+    for q in WIDTHS
 )
 
 
@@ -54,6 +62,8 @@ def resource_rows(
                 name_expressions=source.name_expressions,
             )
             for kernel, used in sorted(compiled.resources.items()):
+                if source.kernels and kernel not in source.kernels:
+                    continue
                 place = {"source": source.label, "kernel": kernel, "architecture": architecture}
                 rows.append({**place, **asdict(used)})
     return rows
