@@ -7,6 +7,9 @@
 // the width picks the decoder, uniformly over the block. The first planes of the next item are on their way before the
 // current one ends. Sums are whole numbers within 256 columns and float32 beyond, in an order that no race decides:
 // the same input gives the same bits.
+#if defined(CUEMU)
+#pragma GCC optimize("O0")  // emulated shapes are small: compiling takes longer than running
+#endif
 #include "moe_tile_many.cuh"
 
 #ifndef WIDTHS  // bit q: build for q bits

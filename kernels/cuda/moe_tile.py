@@ -17,7 +17,7 @@ from typing import Any, Literal
 
 import numpy as np
 
-from kernels.cuda.load import KernelModule, Target, load_kernels
+from kernels.cuda.load import Target, load_kernels
 from kernels.cuda.tile_layout import (
     TILE_ROWS,
     UNIT_BYTES,
