@@ -443,6 +443,35 @@ def test_bad_input_is_one_line_and_exit_code_2(run_command: RunCommand, tmp_path
         assert run.returncode == 2 and "Traceback" not in run.stderr
 
 
+def test_calibrate_feeds_quantize(
+    save_checkpoint: Save, run_command: RunCommand, tmp_path: Path
+) -> None:
+    from tokenizers import Tokenizer, models, pre_tokenizers
+    from transformers import PreTrainedTokenizerFast
+
+    source = save_checkpoint()
+    words = Tokenizer(models.WordLevel({f"w{i}": i for i in range(64)}, unk_token="w0"))
+    words.pre_tokenizer = pre_tokenizers.Whitespace()
+    PreTrainedTokenizerFast(tokenizer_object=words, unk_token="w0").save_pretrained(source)
+    text = tmp_path / "text.txt"
+    draws = np.random.default_rng(2)
+    text.write_text(" ".join(f"w{i}" for i in draws.integers(0, 64, 600)))
+    options = ["--text", text, "--tokens", 512, "--sequence-tokens", 32]
+    run = run_command("calibrate", source, tmp_path / "stats", *options, "--json")
+    assert run.returncode == 0, run.stderr
+    result = json.loads(run.stdout[run.stdout.index("{") :])
+    assert (result["layers"], result["experts"], result["tokens"]) == (2, 4, 512)
+    run = run_command(
+        "quantize", source, tmp_path / "out", "--calibration", tmp_path / "stats", "--json"
+    )
+    assert run.returncode == 0, run.stderr
+    assert json.loads(run.stdout)["damage_kind"] == "calibrated"
+    damage = QuantizedCheckpoint.open(tmp_path / "out", verify=True).damage
+    assert (np.diff(damage[:, :4], axis=1) < 0).all() and (damage[:, 0] > 0).all()
+    run = run_command("calibrate", source, tmp_path / "stats", "--text", tmp_path / "absent")
+    assert run.returncode == 2 and run.stderr.endswith("absent: No such file or directory\n")
+
+
 def test_help_imports_nothing_heavy(run_command: RunCommand) -> None:
     code = (
         "import sys, runtime.cli\n"
