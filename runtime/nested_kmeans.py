@@ -9,6 +9,8 @@ Source:
     Kim et al., "SqueezeLLM" (ICML 2024): sensitivity-weighted k-means per output row.
     Gronlund et al., "Fast exact k-means, k-medians and Bregman divergence clustering in 1D"
     (arXiv 1701.07204): exact seed by divide and conquer over prefix sums.
+    Aggarwal, Schieber, Tokuyama, "Finding a minimum-weight k-link path in graphs with the concave
+    Monge property" (1994): best cuts of k and k + 1 cells interlace.
 """
 
 from __future__ import annotations
