@@ -1,0 +1,22 @@
+"""Expert kernels for the CPU: bit planes and row tables in, activations out.
+
+The compiled paths are one C++ library, built with the system's compiler at first use; see
+`kernels.cpu.backend` for how a path is chosen and `kernels.cpu.matmul` for the functions.
+"""
+
+from kernels.cpu.backend import Backend, SlowKernelWarning, backend
+from kernels.cpu.blocks import ContiguousBlock, ContiguousExperts
+from kernels.cpu.matmul import block_matmul, moe_layer
+
+__all__ = [
+    "Backend",
+    "ContiguousBlock",
+    "ContiguousExperts",
+    "PagedBlock",
+    "PagedExperts",
+    "PagedWeights",
+    "SlowKernelWarning",
+    "backend",
+    "block_matmul",
+    "moe_layer",
+]

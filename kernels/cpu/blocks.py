@@ -1,0 +1,160 @@
+"""Contiguous weights as the CPU kernels take them; arrays are checked when an object is made."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from functools import cached_property
+from typing import Any, ClassVar
+
+import numpy as np
+from numpy.typing import NDArray
+
+from kernels.cpu.library import BlockArgument, LayerArgument
+from kernels.planes import PlaneArray, check_planes, plane_words
+
+HalfArray = NDArray[np.float16]
+IntArray = NDArray[np.int32]
+CONTIGUOUS = -1  # page_shift of a block without pages
+WIDTHS = "2..8"
+
+
+@dataclass(frozen=True, eq=False)
+class ContiguousBlock:
+    """One expert matrix at one width.
+
+    Args:
+        planes: [>= bits, N, ceil(columns/32)], uint32, C-contiguous, most significant bit first.
+        table: [N, 2**bits], float16, C-contiguous.
+        bits: 2..8.
+        columns: K, weights in a row.
+
+    Raises:
+        ValueError: If an array does not fit.
+    """
+
+    planes: PlaneArray
+    table: HalfArray
+    bits: int
+    columns: int
+
+    index: ClassVar[int] = 0
+    num_pages: ClassVar[int] = 0
+    table_list: ClassVar[int] = 0
+    widths: ClassVar[str] = WIDTHS
+
+    def __post_init__(self) -> None:
+        check_planes(self.planes, self.bits, self.columns)
+        check_array("planes", self.planes, np.uint32, self.planes.shape)
+        check_array("table", self.table, np.float16, (self.rows, 1 << self.bits))
+
+    @property
+    def rows(self) -> int:
+        """N, outputs."""
+        return int(self.planes.shape[1])
+
+    @cached_property
+    def argument(self) -> BlockArgument:
+        """What the library takes; valid as long as this object lives."""
+        return BlockArgument(
+            bits=self.bits,
+            page_shift=CONTIGUOUS,
+            rows=self.rows,
+            columns=self.columns,
+            row_bytes=4 * plane_words(self.columns),
+            planes=self.planes.ctypes.data,
+            table=self.table.ctypes.data,
+        )
+
+    def contiguous(self) -> ContiguousBlock:
+        """This block."""
+        return self
+
+
+@dataclass(frozen=True, eq=False)
+class ContiguousExperts:
+    """The experts of one layer, each matrix at a width of its own.
+
+    Args:
+        blocks: 2E blocks in the order expert * 2 + module, module 0 = gate_up [2I, H] with the
+            gate rows first, 1 = down [H, I].
+
+    Raises:
+        ValueError: If there are none or their shapes do not fit each other.
+    """
+
+    blocks: Sequence[ContiguousBlock]
+
+    first_block: ClassVar[int] = 0
+    num_pages: ClassVar[int] = 0
+    widths: ClassVar[str] = WIDTHS
+
+    def __post_init__(self) -> None:
+        if not self.blocks or len(self.blocks) % 2:
+            raise ValueError(f"blocks must be 2 per expert and not none, found {len(self.blocks)}")
+        for i, block in enumerate(self.blocks):
+            shape = (self.hidden, self.inner) if i % 2 else (2 * self.inner, self.hidden)
+            if (block.rows, block.columns) != shape:
+                raise ValueError(
+                    f"block {i} must be {list(shape)}, found {[block.rows, block.columns]}"
+                )
+
+    @property
+    def experts(self) -> int:
+        """E."""
+        return len(self.blocks) // 2
+
+    @property
+    def hidden(self) -> int:
+        """H, the width of a token."""
+        return self.blocks[0].columns
+
+    @property
+    def inner(self) -> int:
+        """I, the width between the two matrices."""
+        return self.blocks[0].rows // 2
+
+    def block(self, index: int) -> ContiguousBlock:
+        """Block expert * 2 + module."""
+        return self.blocks[index]
+
+    @cached_property
+    def _addresses(self) -> tuple[IntArray, NDArray[np.uint64], NDArray[np.uint64]]:
+        return (
+            np.array([b.bits for b in self.blocks], np.int32),
+            np.array([b.planes.ctypes.data for b in self.blocks], np.uint64),
+            np.array([b.table.ctypes.data for b in self.blocks], np.uint64),
+        )
+
+    def argument(self, activation: int) -> LayerArgument:
+        """What the library takes; valid as long as this object lives."""
+        bits, planes, tables = self._addresses
+        return LayerArgument(
+            experts=self.experts,
+            hidden=self.hidden,
+            inner=self.inner,
+            activation=activation,
+            page_shift=CONTIGUOUS,
+            min_bits=2,
+            parent_bits=8,
+            bits=bits.ctypes.data,
+            planes=planes.ctypes.data,
+            tables=tables.ctypes.data,
+        )
+
+
+def check_array(
+    name: str, array: NDArray[Any], dtype: type[np.generic], shape: tuple[int, ...]
+) -> None:
+    """Refuse an array whose bytes are not what the library will read.
+
+    Raises:
+        ValueError: Naming the array, what was found and what is allowed.
+    """
+    if array.dtype != np.dtype(dtype) or array.shape != shape:
+        raise ValueError(
+            f"{name} must be {np.dtype(dtype).name} {list(shape)}, "
+            f"found {array.dtype} {list(array.shape)}"
+        )
+    if not (array.flags.c_contiguous and array.flags.aligned and array.dtype.isnative):
+        raise ValueError(f"{name} must be C-contiguous and aligned, found strides {array.strides}")

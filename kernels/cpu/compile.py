@@ -1,0 +1,129 @@
+"""The C++ source made into a shared library, once per source, compiler, flags and processor.
+
+The library lies in ``$XDG_CACHE_HOME/serving-twin`` (default ``~/.cache/serving-twin``) under a
+name that is a hash of all it depends on, and gets there by a rename: processes that compile at the
+same time, or a full disk, never leave half a file under that name. Instruction sets beyond the
+machine's baseline are switched on per function, so a home directory shared with an older processor
+does no harm; the processor's features are part of the name all the same.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import os
+import platform
+import shutil
+import subprocess
+import sys
+import tempfile
+from pathlib import Path
+
+SOURCE = Path(__file__).parent / "source"
+MAIN_SOURCE = "api.cpp"
+FLAGS = (
+    "-O3",
+    "-std=c++17",
+    "-shared",
+    "-fPIC",
+    "-pthread",
+    "-fno-math-errno",
+    "-fno-trapping-math",
+    "-ffp-contract=off",  # no product fused here and not there: sums must not depend on the tile
+)
+COMPILERS = ("g++", "clang++", "c++")
+COMPILE_TIMEOUT_S = 300
+
+
+class CompileError(RuntimeError):
+    """No library could be made; the message is one line that says why."""
+
+
+def cache_directory() -> Path:
+    """Where libraries are kept between processes."""
+    home = os.environ.get("XDG_CACHE_HOME")
+    return (Path(home) if home else Path.home() / ".cache") / "serving-twin"
+
+
+def find_compiler() -> str:
+    """Path of ``$CXX``, else of the first of g++, clang++, c++ on ``$PATH``.
+
+    Raises:
+        CompileError: If there is none.
+    """
+    wanted = os.environ.get("CXX")
+    for name in (wanted,) if wanted else COMPILERS:
+        found = shutil.which(name)
+        if found:
+            return found
+    looked_for = f"CXX={wanted}" if wanted else ", ".join(COMPILERS)
+    raise CompileError(f"no C++ compiler found ({looked_for})")
+
+
+def processor_features() -> str:
+    """The instruction sets of this processor, as the operating system names them."""
+    try:
+        lines = Path("/proc/cpuinfo").read_text().splitlines()
+    except OSError:
+        return platform.processor()
+    flags = [line for line in lines if line.startswith(("flags", "Features"))]
+    return " ".join(sorted(flags[0].split(":", 1)[1].split())) if flags else ""
+
+
+def compiled_library(*, rebuild: bool = False) -> Path:
+    """Path of the library, compiled now if the cache has none.
+
+    Args:
+        rebuild: Compile even if the cache has one (it could not be loaded).
+
+    Raises:
+        CompileError: If there is no compiler, it fails, or its output cannot be kept.
+    """
+    compiler = find_compiler()
+    directory = cache_directory()
+    path = directory / f"cpu-kernels-{_key(compiler)}.so"
+    if path.exists() and not rebuild:
+        return path
+    try:
+        directory.mkdir(parents=True, exist_ok=True)
+        _compile(compiler, path)
+    except OSError as error:
+        raise CompileError(f"{directory}: {error.strerror or error}") from error
+    return path
+
+
+def _key(compiler: str) -> str:
+    digest = hashlib.sha256()
+    for source in sorted(SOURCE.iterdir()):
+        if source.suffix in (".h", ".cpp"):
+            digest.update(source.name.encode() + b"\0" + source.read_bytes() + b"\0")
+    version = _run([compiler, "--version"]).splitlines()[:1]
+    parts = (*FLAGS, compiler, *version, platform.machine(), sys.platform, processor_features())
+    digest.update("\0".join(parts).encode())
+    return digest.hexdigest()[:24]
+
+
+def _compile(compiler: str, path: Path) -> None:
+    handle, name = tempfile.mkstemp(prefix=path.stem, suffix=".part", dir=path.parent)
+    os.close(handle)
+    partial = Path(name)
+    try:
+        _run([compiler, *FLAGS, "-o", name, str(SOURCE / MAIN_SOURCE)])
+        with partial.open("rb") as file:
+            os.fsync(file.fileno())
+        partial.chmod(0o755)
+        partial.replace(path)
+    finally:
+        partial.unlink(missing_ok=True)
+
+
+def _run(command: list[str]) -> str:
+    try:
+        done = subprocess.run(
+            command, capture_output=True, text=True, timeout=COMPILE_TIMEOUT_S, check=False
+        )
+    except (OSError, subprocess.TimeoutExpired) as error:
+        raise CompileError(f"{command[0]}: {error}") from error
+    if done.returncode:
+        said = [line for line in done.stderr.splitlines() if "error" in line] or ["no message"]
+        raise CompileError(f"{command[0]} ended with {done.returncode}: {said[0]}")
+    return done.stdout

@@ -1,0 +1,143 @@
+"""The compiled library as Python sees it: structures, signatures, and what went wrong."""
+
+from __future__ import annotations
+
+import ctypes
+from dataclasses import dataclass
+from functools import cached_property
+from pathlib import Path
+
+from kernels.cpu.compile import compiled_library
+
+NO_PLANE = -1  # a fault of this plane is one of the table
+
+
+class BlockArgument(ctypes.Structure):
+    """`Block` of source/block.h."""
+
+    _fields_ = (
+        ("bits", ctypes.c_int32),
+        ("page_shift", ctypes.c_int32),
+        ("rows", ctypes.c_int64),
+        ("columns", ctypes.c_int64),
+        ("row_bytes", ctypes.c_int64),
+        ("planes", ctypes.c_void_p),
+        ("table", ctypes.c_void_p),
+        ("plane_pages", ctypes.c_void_p),
+        ("table_pages", ctypes.c_void_p),
+        ("plane_list", ctypes.c_int64),
+    )
+
+
+class LayerArgument(ctypes.Structure):
+    """`Layer` of source/layer.h."""
+
+    _fields_ = (
+        ("experts", ctypes.c_int64),
+        ("hidden", ctypes.c_int64),
+        ("inner", ctypes.c_int64),
+        ("activation", ctypes.c_int32),
+        ("page_shift", ctypes.c_int32),
+        ("min_bits", ctypes.c_int32),
+        ("parent_bits", ctypes.c_int32),
+        ("bits", ctypes.c_void_p),
+        ("arena", ctypes.c_void_p),
+        ("num_pages", ctypes.c_int64),
+        ("plane_pages", ctypes.c_void_p),
+        ("plane_list", ctypes.c_int64),
+        ("table_pages", ctypes.c_void_p),
+        ("table_list", ctypes.c_int64),
+        ("planes", ctypes.c_void_p),
+        ("tables", ctypes.c_void_p),
+    )
+
+
+class FaultReport(ctypes.Structure):
+    """`Fault` of source/layer.h."""
+
+    WIDTH, PAGE, MEMORY = 1, 2, 3
+
+    _fields_ = (
+        ("kind", ctypes.c_int32),
+        ("plane", ctypes.c_int32),
+        ("block", ctypes.c_int64),
+        ("index", ctypes.c_int64),
+        ("found", ctypes.c_int64),
+    )
+
+
+@dataclass(frozen=True)
+class Library:
+    """One loaded library; `path_ids` are the compiled paths this processor can run."""
+
+    file: Path
+    handle: ctypes.CDLL
+
+    @classmethod
+    def load(cls) -> Library:
+        """Compile if needed and load.
+
+        Raises:
+            CompileError: If no library could be made.
+            OSError: If it was made and cannot be loaded.
+        """
+        path = compiled_library()
+        try:
+            handle = ctypes.CDLL(str(path))
+        except OSError:  # damaged in the cache
+            path = compiled_library(rebuild=True)
+            handle = ctypes.CDLL(str(path))
+        _declare(handle)
+        return cls(path, handle)
+
+    @cached_property
+    def path_ids(self) -> dict[str, int]:
+        """Number of every path that runs on this processor, fastest instruction set first."""
+        return {
+            self.handle.path_name(i).decode(): i
+            for i in range(self.handle.path_count())
+            if self.handle.path_runs_here(i)
+        }
+
+
+def fault_message(fault: FaultReport, num_pages: int, widths: str) -> str:
+    """One line about a call that the library refused."""
+    if fault.kind == FaultReport.WIDTH:
+        return f"block {fault.block}: bits must be {widths}, found {fault.found}"
+    if fault.kind == FaultReport.PAGE:
+        part = "table" if fault.plane == NO_PLANE else f"plane {fault.plane}"
+        return (
+            f"block {fault.block}: page {fault.index} of its {part} must be in "
+            f"[0, {num_pages}), found {fault.found}"
+        )
+    return "out of memory"
+
+
+def _declare(handle: ctypes.CDLL) -> None:
+    pointer, i32, i64 = ctypes.c_void_p, ctypes.c_int32, ctypes.c_int64
+    handle.path_name.argtypes, handle.path_name.restype = [ctypes.c_int], ctypes.c_char_p
+    handle.path_runs_here.argtypes = [ctypes.c_int]
+    handle.block_matmul.argtypes = [
+        ctypes.c_int,
+        ctypes.POINTER(BlockArgument),
+        i64,
+        i64,
+        pointer,
+        i64,
+        pointer,
+        i32,
+        ctypes.POINTER(FaultReport),
+    ]
+    handle.moe_layer.argtypes = [
+        ctypes.c_int,
+        ctypes.POINTER(LayerArgument),
+        pointer,
+        i64,
+        i64,
+        pointer,
+        pointer,
+        pointer,
+        pointer,
+        i32,
+        ctypes.POINTER(FaultReport),
+    ]

@@ -1,0 +1,80 @@
+// C entry points. Shapes and dtypes were checked by the caller; widths and page ids are checked
+// here, once a call, before any weight is read.
+#include "block.h"
+#include "layer.h"
+#include "portable.h"
+#include "work.h"
+#if defined(__x86_64__)
+#include "avx512.h"
+#endif
+
+namespace {
+
+struct Choice {
+  Path path;
+  bool (*runs_here)();
+};
+
+bool always() { return true; }
+#if defined(__x86_64__)
+bool has_avx512() {
+  __builtin_cpu_init();
+  return __builtin_cpu_supports("avx512f") && __builtin_cpu_supports("avx512bw") &&
+         __builtin_cpu_supports("avx512vl") && __builtin_cpu_supports("avx512dq") &&
+         __builtin_cpu_supports("avx512vbmi") && __builtin_cpu_supports("gfni");
+}
+#endif
+
+const Choice kChoices[] = {
+#if defined(__x86_64__)
+    {avx512::kPath, has_avx512},
+#endif
+    {portable::kPath, always},
+};
+constexpr int kCount = int(sizeof(kChoices) / sizeof(kChoices[0]));
+
+}  // namespace
+
+extern "C" {
+
+int path_count() { return kCount; }
+const char* path_name(int i) { return kChoices[i].path.name; }
+int path_runs_here(int i) { return kChoices[i].runs_here(); }
+
+// y[tokens, rows] = x[tokens, columns] times the block's weights transposed.
+int block_matmul(int choice, const Block* block, int64_t num_pages, int64_t table_list, const float* x, int64_t tokens,
+                 float* y, int threads, Fault* fault) try {
+  const Path& path = kChoices[choice].path;
+  if (!check_pages(*block, num_pages, table_list, fault)) return 1;
+  const int64_t wide = input_stride(block->columns);
+  const Buffer<float> inputs(tokens * wide);
+  std::vector<const float*> at(static_cast<size_t>(tokens));
+  for (int64_t t = 0; t < tokens; ++t) {
+    path.arrange(path.order(block->bits), block->columns, x + t * block->columns, inputs + t * wide);
+    at[size_t(t)] = inputs + t * wide;
+  }
+  std::vector<ThreadMemory> memory;
+  for (int i = 0; i < threads; ++i) memory.emplace_back(block->columns);
+  in_parallel(threads, [&](int part) {
+    path.rows(*block, share(block->rows, part, threads), share(block->rows, part + 1, threads),
+              at.data(), tokens, y, block->rows, memory[size_t(part)].scratch());
+  });
+  return 0;
+} catch (const std::exception&) {
+  fault->kind = kMemory;
+  return 1;
+}
+
+// out[tokens, hidden]; expert_index in [0, experts) was checked by the caller.
+int moe_layer(int choice, const Layer* layer, const float* x, int64_t tokens, int64_t top,
+              const int32_t* expert_index, const float* gate_weight, const float* expert_scale,
+              float* out, int threads, Fault* fault) try {
+  LayerCall call{kChoices[choice].path, *layer, x, tokens, top, gate_weight, expert_scale, out, threads, {}, {}, {}};
+  if (!call.plan(expert_index, fault)) return 1;
+  call.run();
+  return 0;
+} catch (const std::exception&) {
+  fault->kind = kMemory;
+  return 1;
+}
+}
