@@ -7,7 +7,7 @@ from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
 
-from kernels.cuda import gather, pack, shared_table
+from kernels.cuda import gather, moe_tile, pack, shared_table
 from kernels.cuda.compile import ARCHITECTURES, compile_cubin
 from kernels.cuda_emulation.source_text import read_source
 from kernels.sass_counts import disassemble, inner_loops
@@ -30,6 +30,7 @@ SOURCES = (
     StaticSource("pack", pack.SOURCE),
     StaticSource("gather", gather.SOURCE),
     StaticSource("shared_table", shared_table.SOURCE),
+    *(StaticSource(*variant) for variant in moe_tile.kernel_variants()),
 )
 ONE_WIDTH = tuple(
     StaticSource(

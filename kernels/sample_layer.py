@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
 import numpy as np
@@ -13,6 +13,22 @@ from kernels.reference import dequantize
 
 NO_PAGE = -1
 _GARBAGE = 0xFF
+
+
+PlaneStream = Callable[[int, NDArray[np.uint32]], NDArray[np.uint32]]
+TableStream = Callable[[int, NDArray[np.float16], int], NDArray[np.uint8]]
+
+
+def canonical_planes(module: int, planes: NDArray[np.uint32]) -> NDArray[np.uint32]:
+    """[P, N, words] to [P, words of the stream]: row by row."""
+    del module
+    return planes.reshape(len(planes), -1)
+
+
+def canonical_table(module: int, table: NDArray[np.float16], bits: int) -> NDArray[np.uint8]:
+    """[N, 2**bits] to the bytes of the stream: row by row."""
+    del module, bits
+    return table.reshape(-1).view(np.uint8)
 
 
 @dataclass(frozen=True, slots=True)
@@ -97,6 +113,8 @@ def sample_layer(
     min_bits: int = 2,
     page_bytes: int = 1024,
     spare_pages: int = 7,
+    plane_stream: PlaneStream = canonical_planes,
+    table_stream: TableStream = canonical_table,
 ) -> SampleLayer:
     """A random layer of len(bits) / 2 experts whose pages lie in random order.
 
@@ -111,32 +129,32 @@ def sample_layer(
         min_bits: Lowest width.
         page_bytes: A power of two, >= 1024.
         spare_pages: Pages that nobody owns.
+        plane_stream: What the planes of a module (0 gate_up, 1 down) are on the device.
+        table_stream: What a table of a module and width is on the device.
     """
     shapes = [(2 * intermediate, hidden_size), (hidden_size, intermediate)] * (len(bits) // 2)
     blocks = tuple(
         random_block(rng, n, k, parent_bits=parent_bits, min_bits=min_bits) for n, k in shapes
     )
-    streams: list[tuple[NDArray[np.int32], NDArray[np.uint8]]] = []
-    plane_list = max(_pages(block.planes[0].nbytes, page_bytes) for block in blocks)
-    table_list = max(_pages(block.tables[parent_bits].nbytes, page_bytes) for block in blocks)
+    planes = [plane_stream(i % 2, block.planes) for i, block in enumerate(blocks)]
+    tables = [
+        {q: table_stream(i % 2, table, q) for q, table in block.tables.items()}
+        for i, block in enumerate(blocks)
+    ]
+    plane_list = max(_pages(each[0].nbytes, page_bytes) for each in planes)
+    table_list = max(_pages(each[parent_bits].nbytes, page_bytes) for each in tables)
     plane_pages = np.full((len(blocks), parent_bits, plane_list), NO_PAGE, np.int32)
     num_tables = parent_bits - min_bits + 1
     table_pages = np.full((len(blocks), num_tables, table_list), NO_PAGE, np.int32)
-    for i, block in enumerate(blocks):
+    streams: list[tuple[NDArray[np.int32], NDArray[np.uint8]]] = []
+    for i in range(len(blocks)):
         held = bits[i] if resident_bits is None else resident_bits[i]
         lowest = held if resident_bits is None else min_bits
-        streams += [(plane_pages[i, p], _bytes_of(block.planes[p])) for p in range(held)]
-        streams += [
-            (table_pages[i, q - min_bits], _bytes_of(block.tables[q]))
-            for q in range(lowest, held + 1)
-        ]
+        streams += [(plane_pages[i, p], planes[i][p].view(np.uint8)) for p in range(held)]
+        streams += [(table_pages[i, q - min_bits], tables[i][q]) for q in range(lowest, held + 1)]
     arena = _fill(rng, streams, page_bytes, spare_pages)
     widths = np.asarray(bits, np.int32)
     return SampleLayer(blocks, arena, page_bytes, min_bits, widths, plane_pages, table_pages)
-
-
-def _bytes_of(array: NDArray[np.uint32] | NDArray[np.float16]) -> NDArray[np.uint8]:
-    return array.reshape(-1).view(np.uint8)
 
 
 def _pages(num_bytes: int, page_bytes: int) -> int:

@@ -7,6 +7,8 @@ from functools import cache
 from pathlib import Path
 from typing import Any, Literal, Protocol
 
+import numpy as np
+
 from kernels.cuda.compile import CompiledSource, compile_cubin
 from kernels.cuda_emulation.build_cache import cached_file, content_key
 from kernels.cuda_emulation.emulator import RawModule
@@ -65,6 +67,27 @@ def device_architecture() -> str:
     return f"sm_{cupy.cuda.Device().compute_capability}"
 
 
+class _GpuKernel:
+    """A CuPy kernel that takes None for a null pointer, as the emulation does."""
+
+    def __init__(self, kernel: Any) -> None:
+        self._kernel, self._null = kernel, np.uintp(0)
+
+    @property
+    def max_dynamic_shared_size_bytes(self) -> int:
+        return int(self._kernel.max_dynamic_shared_size_bytes)
+
+    @max_dynamic_shared_size_bytes.setter
+    def max_dynamic_shared_size_bytes(self, size: int) -> None:
+        self._kernel.max_dynamic_shared_size_bytes = size
+
+    def __call__(
+        self, grid: Sequence[int], block: Sequence[int], args: Sequence[Any], *, shared_mem: int = 0
+    ) -> None:
+        given = tuple(self._null if argument is None else argument for argument in args)
+        self._kernel(tuple(grid), tuple(block), given, shared_mem=shared_mem)
+
+
 class GpuModule:
     """A cubin loaded on the current device; name expressions are found by their own text."""
 
@@ -78,7 +101,7 @@ class GpuModule:
         path = cached_file(content_key([compiled.cubin]), ".cubin", write)
         module = cupy.RawModule(path=str(path))
         self._functions = {
-            name: module.get_function(compiled.symbols.get(name, name))
+            name: _GpuKernel(module.get_function(compiled.symbols.get(name, name)))
             for name in compiled.resources
         }
 
@@ -90,8 +113,7 @@ class GpuModule:
         """
         if name not in self._functions:
             raise KeyError(f"no kernel {name!r}; there are {sorted(self._functions)}")
-        function: KernelFunction = self._functions[name]
-        return function
+        return self._functions[name]
 
 
 def load_kernels(
