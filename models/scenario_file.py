@@ -16,11 +16,15 @@ from typing import Any
 import tomli_w
 
 from models.calibration import NAMED
+from models.llm_catalog import catalog
+from models.precision_settings import PagedWeightScenario
 from models.scenario import Scenario
 from models.strict_tables import MAX_DEPTH, ScenarioError, build_table, require_shallow
 from traces.workloads import BUNDLED
 
 DEFAULT_TRACE = "azure-2023-conversation"
+PAGED_WEIGHT_TABLES = ("llm", "precision")  # either of them makes it a scenario of that kind
+ATTENTION_FFN_TABLES = ("attention_ffn", "faults", "prefill")
 
 
 def default_scenario() -> Scenario:
@@ -85,6 +89,8 @@ def _renamed(tables: Mapping[str, Any], rename: Callable[[str], str]) -> dict[st
     for table, key, known in (
         ("workload", "trace", BUNDLED),
         ("attention_ffn", "calibration", NAMED),
+        ("llm", "model", catalog() if "llm" in copy else ()),
+        ("precision", "damage", ("lognormal",)),
     ):
         node: Any = copy.get(table)
         name = node.get(key) if isinstance(node, dict) else None
@@ -136,12 +142,45 @@ def parse_scenario(tables: Mapping[str, Any], where: str = "scenario") -> Scenar
     """
     try:
         require_shallow(tables)
+        if is_paged_weight(tables):
+            raise ScenarioError(
+                f"[{_first(tables, PAGED_WEIGHT_TABLES)}]: a scenario of expert weights that "
+                "shrink is for `twin run`; other commands know [attention_ffn] only"
+            )
         return typing.cast(Scenario, build_table(Scenario, _with_workload(tables), ""))
     except ScenarioError as error:
         raise ScenarioError(f"{where}: {error}") from None
 
 
-def scenario_tables(scenario: Scenario) -> dict[str, Any]:
+def is_paged_weight(tables: Mapping[str, Any]) -> bool:
+    """Whether the tables are about expert weights that shrink while the KV cache grows."""
+    return any(name in tables for name in PAGED_WEIGHT_TABLES)
+
+
+def parse_paged_weight(tables: Mapping[str, Any], where: str = "scenario") -> PagedWeightScenario:
+    """A checked scenario of that kind from plain tables; without a workload: the bundled one.
+
+    Raises:
+        ScenarioError: Naming ``where``, the table and the field.
+    """
+    try:
+        require_shallow(tables)
+        if other := _first(tables, ATTENTION_FFN_TABLES):
+            raise ScenarioError(
+                f"[{other}]: does not go with [{_first(tables, PAGED_WEIGHT_TABLES)}]; a scenario "
+                "is either about attention and FFN workers or about expert weights that shrink"
+            )
+        built = build_table(PagedWeightScenario, _with_workload(tables), "")
+        return typing.cast(PagedWeightScenario, built)
+    except ScenarioError as error:
+        raise ScenarioError(f"{where}: {error}") from None
+
+
+def _first(tables: Mapping[str, Any], names: Sequence[str]) -> str | None:
+    return next((name for name in names if name in tables), None)
+
+
+def scenario_tables(scenario: Scenario | PagedWeightScenario) -> dict[str, Any]:
     """The scenario as plain tables; settings at their default are left out."""
     tables = _tables(scenario)
     return typing.cast(dict[str, Any], tables)

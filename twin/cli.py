@@ -159,7 +159,25 @@ def _scenario(
     skip_bad_rows: bool = False,
 ) -> Scenario:
     """The scenario of the command line: file, then --trace, then --set, then the other flags."""
-    from models.scenario_file import apply_overrides, beside, parse_scenario, read_toml
+    from models.scenario_file import parse_scenario
+
+    tables = _tables(path, trace, overrides, seed=seed, skip_bad_rows=skip_bad_rows)
+    return parse_scenario(tables, where=_where(path))
+
+
+def _where(path: Path | None) -> str:
+    return "command line" if path is None else str(path)
+
+
+def _tables(
+    path: Path | None,
+    trace: str | None,
+    overrides: list[str] | None,
+    *,
+    seed: int | None = None,
+    skip_bad_rows: bool = False,
+) -> dict[str, Any]:
+    from models.scenario_file import apply_overrides, beside, read_toml
 
     tables: dict[str, Any] = {} if path is None else beside(read_toml(path), path.parent)
     if trace is not None:
@@ -181,7 +199,7 @@ def _scenario(
         tables = apply_overrides(tables, [f"run.seed={seed}"])
     if skip_bad_rows:
         tables = apply_overrides(tables, ["workload.skip_bad_rows=true"])
-    return parse_scenario(tables, where="command line" if path is None else str(path))
+    return tables
 
 
 def _print_json(value: Any) -> None:
@@ -222,19 +240,35 @@ def run(
     plots: Annotated[bool, typer.Option(help="Draw the pictures.")] = True,
     as_json: JsonOption = False,
 ) -> None:
-    """Theory at four levels, the simulated twin beside it, and what stragglers cost."""
+    """Theory at four levels, the simulated twin beside it, and what stragglers cost.
+
+    A scenario with [llm] and [precision]: expert weights that shrink while the KV cache grows.
+    """
+    from models.scenario_file import is_paged_weight, parse_paged_weight, parse_scenario
     from traces.record import check_writable, next_run_path, write_numbered_run, write_run
-    from twin.experiment import run_experiment
+    from twin.experiment import ExperimentResult, run_experiment
+    from twin.paged_weight_experiment import PagedWeightResult, run_paged_weight
+    from twin.paged_weight_files import paged_weight_record
+    from twin.paged_weight_report import print_paged_weight
     from twin.progress import progress_bar
     from twin.report import make_console, print_report
     from twin.run_files import run_record
 
-    question = _scenario(scenario, trace, settings, seed=seed, skip_bad_rows=skip_bad_rows)
+    tables = _tables(scenario, trace, settings, seed=seed, skip_bad_rows=skip_bad_rows)
+    is_paged = is_paged_weight(tables)
+    question = (parse_paged_weight if is_paged else parse_scenario)(tables, where=_where(scenario))
     check_writable(out or next_run_path("results", "run"))
+    result: ExperimentResult | PagedWeightResult
     try:
         with progress_bar() as on_progress:
-            result = run_experiment(question, on_progress=on_progress)
-        record = run_record(result, plots=plots)
+            if isinstance(question, Scenario):
+                result = run_experiment(question, on_progress=on_progress)
+            else:
+                result = run_paged_weight(question, on_progress=on_progress)
+        if isinstance(result, PagedWeightResult):
+            record = paged_weight_record(result, plots=plots)
+        else:
+            record = run_record(result, plots=plots)
         if out is None:
             target = write_numbered_run("results", result.name, record)
         else:
@@ -247,9 +281,10 @@ def run(
         _print_json({**result.summary, "run_directory": str(target)})
         return
     console = make_console()
-    print_report(result.summary, console)
+    (print_paged_weight if is_paged else print_report)(result.summary, console)
+    what = "run.json, tables, decisions" if is_paged else "run.json, tables, timeline"
     console.print(
-        f"\nwritten: {target}/ (run.json, tables, timeline{', plots' if plots else ''})",
+        f"\nwritten: {target}/ ({what}{', plots' if plots else ''})",
         markup=False,
         soft_wrap=True,
     )
