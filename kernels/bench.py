@@ -17,7 +17,8 @@ from rich.console import Console
 from rich.table import Table
 
 from kernels import bench_device, bench_static
-from kernels.bench_device import SHAPES, ExpertShape, Routing
+from kernels.bench_device import ENGINES, SHAPES, ExpertShape, Routing
+from kernels.bench_torch import torch_microseconds
 from kernels.cuda.compile import ARCHITECTURES, CompilerMissingError
 from kernels.cuda.load import gpu_problem
 from kernels.sass_counts import find_nvdisasm
@@ -139,21 +140,21 @@ def _rows(
     bandwidth: float,
     repeats: int,
 ) -> list[dict[str, Any]]:
-    """torch, then every uniform width, then a mix of 2..6 bits, of one model and batch."""
+    """torch, then every uniform width and a mix of 2..6 bits on every engine."""
     model, shape = named
     cache_bytes = int(cupy.cuda.Device().attributes["L2CacheSize"])
     blocks = 2 * shape.num_experts
-    mixed = rng.integers(2, 7, blocks).tolist()
-    cases: list[tuple[str, list[int]]] = [("bf16 torch", [16] * blocks)]
-    cases += [(f"{q} bits", [q] * blocks) for q in WIDTHS]
-    cases.append(("mixed 2..6 bits", mixed))
+    widths = {f"{q} bits": [q] * blocks for q in WIDTHS}
+    widths["mixed 2..6 bits"] = rng.integers(2, 7, blocks).tolist()
+    cases = [("bf16", "torch", [16] * blocks)]
+    cases += [(case, name, bits) for case, bits in widths.items() for name in ENGINES]
     rows: list[dict[str, Any]] = []
-    for label, bits in cases:
-        layer_bytes = bench_device.read_bytes(shape, routing, bits)
+    for case, engine, bits in cases:
+        layer_bytes = bench_device.read_bytes(shape, routing, bits, ENGINES.get(engine))
         copies = bench_device.copies_for(layer_bytes, cache_bytes)
         floor_us = 1e6 * layer_bytes / bandwidth
-        head = f"{model} batch {len(routing.expert_index)} {label}: floor {floor_us:.1f} us"
-        times = _times(cupy, rng, shape, routing, bits, copies, repeats)
+        head = f"{model} batch {len(routing.expert_index)} {case} {engine}: floor {floor_us:.1f} us"
+        times = _times(cupy, rng, (engine, shape, routing, bits), copies, repeats)
         cupy.get_default_memory_pool().free_all_blocks()
         if times is None:
             console.print(f"{head}; torch has no CUDA here", markup=False)
@@ -169,7 +170,8 @@ def _rows(
                 "model": model,
                 "tokens": len(routing.expert_index),
                 "experts": len(routing.experts),
-                "case": label,
+                "case": case,
+                "engine": engine,
                 "bytes": layer_bytes,
                 "copies": copies,
                 "floor_us": floor_us,
@@ -184,16 +186,16 @@ def _rows(
 def _times(
     cupy: Any,
     rng: np.random.Generator,
-    shape: ExpertShape,
-    routing: Routing,
-    bits: list[int],
+    case: tuple[str, ExpertShape, Routing, list[int]],
     copies: int,
     repeats: int,
 ) -> list[float] | None:
-    if bits[0] == 16:
-        return bench_device.torch_microseconds(shape, routing, copies, repeats)
-    pages = bench_device.random_pages(cupy, rng, shape, bits, copies)
-    run = bench_device.shared_table_run(cupy, shape, pages, routing)
+    name, shape, routing, bits = case
+    if name == "torch":
+        return torch_microseconds(shape, routing, copies, repeats)
+    engine = ENGINES[name]
+    pages = bench_device.random_pages(cupy, rng, engine, shape, bits, copies)
+    run = engine.prepare(cupy, shape, pages, routing)
     return bench_device.graph_microseconds(cupy, run, copies, repeats)
 
 

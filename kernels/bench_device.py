@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import importlib
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Any
@@ -10,9 +9,10 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
-from kernels.cuda import shared_table
+from kernels.cuda import moe_tile, shared_table
+from kernels.cuda.decode_tables import device_table_bytes
 from kernels.cuda.load import load_kernels
-from kernels.cuda.shared_table import DevicePages, SharedTableLayer
+from kernels.cuda.shared_table import SharedTableLayer
 
 PAGE_BYTES = 32 * 1024
 MIN_BITS = 2
@@ -63,6 +63,20 @@ class Routing:
         return [int(e) for e in np.unique(self.expert_index)]
 
 
+@dataclass(frozen=True, slots=True)
+class PageArrays:
+    """Arena and page tables on the device, pages of PAGE_BYTES, tables from MIN_BITS on."""
+
+    arena: Any
+    bits: Any
+    plane_pages: Any
+    table_pages: Any
+
+    def tables(self) -> tuple[Any, Any, Any]:
+        """bits, plane_pages, table_pages."""
+        return self.bits, self.plane_pages, self.table_pages
+
+
 def uniform_routing(rng: np.random.Generator, shape: ExpertShape, tokens: int) -> Routing:
     """Every token takes top_k distinct experts, all equally likely."""
     order = np.argsort(rng.random((tokens, shape.num_experts)), axis=1)
@@ -70,28 +84,59 @@ def uniform_routing(rng: np.random.Generator, shape: ExpertShape, tokens: int) -
     return Routing(order[:, : shape.top_k].astype(np.int32), gate / gate.sum(1, keepdims=True))
 
 
-def read_bytes(shape: ExpertShape, routing: Routing, bits: Sequence[int]) -> int:
-    """Weight bytes of one layer at the width of each block (gate_up and down of expert 0 first)."""
-    return sum(
-        shape.block_bytes(module, bits[2 * expert + module])
-        for expert in routing.experts
-        for module in (0, 1)
-    )
-
-
 def copies_for(layer_bytes: int, cache_bytes: int) -> int:
     """Layers to cycle through so that none is in the cache when its turn comes again."""
     return max(1, -(-CACHE_TIMES * cache_bytes // max(1, layer_bytes)) + 1)
 
 
+@dataclass(frozen=True, slots=True)
+class Engine:
+    """One implementation of the expert layer.
+
+    Attributes:
+        stream_bytes: (shape, module, bits) to the bytes of one plane, and of the table.
+        prepare: (cupy, shape, pages, routing) to what launches the layer of a given number.
+    """
+
+    stream_bytes: Callable[[ExpertShape, int, int], tuple[int, int]]
+    prepare: Callable[[Any, ExpertShape, Any, Routing], Callable[[int], None]]
+
+
+def read_bytes(
+    shape: ExpertShape, routing: Routing, bits: Sequence[int], engine: Engine | None = None
+) -> int:
+    """Weight bytes that one layer must read at the width of each block.
+
+    Args:
+        shape: Of the experts.
+        routing: Whose distinct experts are read once.
+        bits: Width of gate_up and down of expert 0, of expert 1, and so on.
+        engine: Whose planes and tables count; canonical planes and fp16 tables where None.
+    """
+    total = 0
+    for expert in routing.experts:
+        for module in (0, 1):
+            q = bits[2 * expert + module]
+            if engine is None:
+                total += shape.block_bytes(module, q)
+            else:
+                plane, table = engine.stream_bytes(shape, module, q)
+                total += q * plane + table
+    return total
+
+
 def random_pages(
-    cupy: Any, rng: np.random.Generator, shape: ExpertShape, bits: Sequence[int], copies: int
-) -> DevicePages:
+    cupy: Any,
+    rng: np.random.Generator,
+    engine: Engine,
+    shape: ExpertShape,
+    bits: Sequence[int],
+    copies: int,
+) -> PageArrays:
     """`copies` layers of random bits on the device, pages in random order; tables are finite."""
     widths = list(bits) * copies
-    sizes = [shape.block_shape(i % 2) for i in range(len(widths))]
-    plane = [-(-4 * n * -(-k // 32) // PAGE_BYTES) for n, k in sizes]
-    table = [-(-2 * n * 2**q // PAGE_BYTES) for (n, _), q in zip(sizes, widths, strict=True)]
+    sizes = [engine.stream_bytes(shape, i % 2, q) for i, q in enumerate(widths)]
+    plane, table = [[-(-size[j] // PAGE_BYTES) for size in sizes] for j in (0, 1)]
     total = sum(p * q + t for p, t, q in zip(plane, table, widths, strict=True))
     order = rng.permutation(total).astype(np.int32)
     blocks, planes_list = len(widths), max(plane)
@@ -109,13 +154,18 @@ def random_pages(
     halves = words.view(np.uint16).reshape(total, PAGE_BYTES // 2)
     halves[cupy.asarray(np.concatenate(table_ids))] &= np.uint16(_SAFE_HALF)
     arrays = map(cupy.asarray, (np.asarray(widths, np.int32), plane_pages, table_pages))
-    return DevicePages(words.view(np.uint8), PAGE_BYTES, MIN_BITS, *arrays)
+    return PageArrays(words.view(np.uint8), *arrays)
 
 
-def shared_table_run(
-    cupy: Any, shape: ExpertShape, pages: DevicePages, routing: Routing
+def _shared_table_bytes(shape: ExpertShape, module: int, bits: int) -> tuple[int, int]:
+    rows, columns = shape.block_shape(module)
+    return 4 * rows * -(-columns // 32), 2 * rows * 2**bits
+
+
+def _shared_table_run(
+    cupy: Any, shape: ExpertShape, arrays: PageArrays, routing: Routing
 ) -> Callable[[int], None]:
-    """What one layer's launches are, for the layer of a given number."""
+    pages = shared_table.DevicePages(arrays.arena, PAGE_BYTES, MIN_BITS, *arrays.tables())
     tokens = routing.expert_index.shape[0]
     step = SharedTableLayer(
         load_kernels(shared_table.SOURCE, target="gpu"),
@@ -135,6 +185,33 @@ def shared_table_run(
         step(x, index, gate, pages, layer * 2 * shape.num_experts, out)
 
     return run
+
+
+def _tiles(shape: ExpertShape) -> moe_tile.MoeShape:
+    return moe_tile.MoeShape(shape.num_experts, shape.hidden_size, shape.intermediate, shape.top_k)
+
+
+def _moe_tile_bytes(shape: ExpertShape, module: int, bits: int) -> tuple[int, int]:
+    tiles = (_tiles(shape).gate_up, _tiles(shape).down)[module]
+    return tiles.plane_bytes, device_table_bytes(tiles, bits)
+
+
+def _moe_tile_run(
+    cupy: Any, shape: ExpertShape, arrays: PageArrays, routing: Routing
+) -> Callable[[int], None]:
+    pages = moe_tile.DevicePages(arrays.arena, PAGE_BYTES, MIN_BITS, *arrays.tables())
+    tokens = routing.expert_index.shape[0]
+    step = moe_tile.MoeTileLayer(_tiles(shape), pages, max_tokens=tokens, target="gpu")
+    x = cupy.full((tokens, shape.hidden_size), 0x3F80, np.uint16)  # ones in bfloat16
+    index, gate = cupy.asarray(routing.expert_index), cupy.asarray(routing.gate_weight)
+    out = cupy.zeros((tokens, shape.hidden_size), np.float32)
+    return lambda layer: step(layer, x, index, gate, out)
+
+
+ENGINES = {
+    "shared table": Engine(_shared_table_bytes, _shared_table_run),
+    "tensor-core tiles": Engine(_moe_tile_bytes, _moe_tile_run),
+}
 
 
 def graph_microseconds(
@@ -175,53 +252,3 @@ def copy_bytes_per_s(cupy: Any, repeats: int = 10) -> float:
             end.synchronize()
             times.append(cupy.cuda.get_elapsed_time(begin, end) / 1000.0)
     return float(2 * source.nbytes / np.median(times[2:]))
-
-
-def torch_microseconds(
-    shape: ExpertShape, routing: Routing, copies: int, repeats: int
-) -> list[float] | None:
-    """The same experts as bfloat16 matrix products of torch in a CUDA graph; None without CUDA."""
-    torch: Any = importlib.import_module("torch")
-    if not torch.cuda.is_available():
-        return None
-    tokens, options = routing.expert_index.shape[0], {"device": "cuda", "dtype": torch.bfloat16}
-    x = torch.ones(tokens, shape.hidden_size, **options)
-    rows = [np.nonzero(routing.expert_index == e) for e in routing.experts]
-    members = [torch.as_tensor(r[0], device="cuda") for r in rows]
-    gates = [torch.as_tensor(routing.gate_weight[r], **options).unsqueeze(1) for r in rows]
-    weights = [
-        [
-            (
-                torch.randn(*shape.block_shape(0), **options),
-                torch.randn(*shape.block_shape(1), **options),
-            )
-            for _ in routing.experts
-        ]
-        for _ in range(copies)
-    ]
-    out = torch.zeros_like(x)
-
-    def run(layer: int) -> None:
-        out.zero_()
-        for (gate_up, down), member, gate in zip(weights[layer], members, gates, strict=True):
-            first, second = (x[member] @ gate_up.T).chunk(2, dim=1)
-            hidden = torch.nn.functional.silu(first) * second
-            out.index_add_(0, member, gate * (hidden @ down.T))
-
-    side = torch.cuda.Stream()
-    with torch.cuda.stream(side):
-        run(0)
-    torch.cuda.synchronize()
-    graph = torch.cuda.CUDAGraph()
-    with torch.cuda.graph(graph):
-        for layer in range(copies):
-            run(layer)
-    times = []
-    for _ in range(repeats + 3):
-        begin, end = (torch.cuda.Event(enable_timing=True) for _ in range(2))
-        begin.record()
-        graph.replay()
-        end.record()
-        torch.cuda.synchronize()
-        times.append(1000.0 * begin.elapsed_time(end) / copies)
-    return times[3:]

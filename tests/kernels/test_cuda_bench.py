@@ -40,6 +40,10 @@ def test_a_step_reads_each_routed_expert_once():
     assert routing.experts == [0, 2]
     total = sum(SMALL.block_bytes(module, q) for module, q in want)
     assert bench_device.read_bytes(SMALL, routing, bits) == total
+    plain = bench_device.ENGINES["shared table"]
+    assert bench_device.read_bytes(SMALL, routing, [*bits[:5], 8], plain) == total - (
+        SMALL.block_bytes(1, 16) - SMALL.block_bytes(1, 8)
+    )
 
 
 def test_routing_takes_distinct_experts_with_weights_that_add_up():
@@ -60,7 +64,11 @@ def test_random_pages_make_layers_that_the_kernels_and_the_reference_read_alike(
     """numpy stands in for cupy: the layers are laid out by the benchmark, run by the emulation."""
     rng = np.random.default_rng(1)
     bits = [2, 5, 3, 8, 4, 6]
-    pages = bench_device.random_pages(np, rng, SMALL, bits, copies=2)
+    engine = bench_device.ENGINES["shared table"]
+    arrays = bench_device.random_pages(np, rng, engine, SMALL, bits, copies=2)
+    pages = shared_table.DevicePages(
+        arrays.arena, bench_device.PAGE_BYTES, bench_device.MIN_BITS, *arrays.tables()
+    )
     taken = np.concatenate([pages.plane_pages.ravel(), pages.table_pages.ravel()])
     taken = taken[taken >= 0]
     assert len(np.unique(taken)) == len(taken) == len(pages.arena) // bench_device.PAGE_BYTES
@@ -101,6 +109,18 @@ def _weights(pages, block: int, module: int, q: int) -> np.ndarray:
     return reference.dequantize(
         planes.reshape(shape), table.view(np.float16).reshape(rows, 2**q), q, columns
     )
+
+
+@pytest.mark.parametrize("name", bench_device.ENGINES)
+@pytest.mark.parametrize("module", [0, 1])
+def test_the_floor_is_not_above_what_an_engine_keeps(name, module):
+    """Padding to tiles may add bytes; one byte an entry may take a table below its fp16 form."""
+    for shape in bench_device.SHAPES.values():
+        rows, columns = shape.block_shape(module)
+        for bits in range(2, 9):
+            plane, table = bench_device.ENGINES[name].stream_bytes(shape, module, bits)
+            assert rows * columns // 8 <= plane <= 1.1 * rows * columns // 8
+            assert rows * 2**bits <= table <= rows * (2 * 2**bits + 4)
 
 
 SASS = """
