@@ -77,7 +77,7 @@ def decode_rows(
 
     Every weight is one 16-bit read of its table, so these reads count the weights of a turn. Both
     token tiles and both terms are in the count, as they are in the code; a launch with up to eight
-    tokens of 16 bits jumps over three of every four tensor instructions.
+    tokens jumps over half of the tensor instructions.
 
     Raises:
         CompileError, CompilerMissingError: As `compile_cubin`.
