@@ -7,6 +7,7 @@ The compiled paths are one C++ library, built with the system's compiler at firs
 from kernels.cpu.backend import Backend, SlowKernelWarning, backend
 from kernels.cpu.blocks import ContiguousBlock, ContiguousExperts
 from kernels.cpu.matmul import block_matmul, moe_layer
+from kernels.cpu.pages import PagedBlock, PagedExperts, PagedWeights
 
 __all__ = [
     "Backend",

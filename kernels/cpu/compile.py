@@ -2,7 +2,8 @@
 
 The library lies in ``$XDG_CACHE_HOME/serving-twin`` (default ``~/.cache/serving-twin``) under a
 name that is a hash of all it depends on, and gets there by a rename: processes that compile at the
-same time, or a full disk, never leave half a file under that name. Instruction sets beyond the
+same time never see half a file. It ends with a checksum of itself, because loading a file that a
+full disk or an interrupted copy cut short would end the process. Instruction sets beyond the
 machine's baseline are switched on per function, so a home directory shared with an older processor
 does no harm; the processor's features are part of the name all the same.
 """
@@ -32,6 +33,7 @@ FLAGS = (
 )
 COMPILERS = ("g++", "clang++", "c++")
 COMPILE_TIMEOUT_S = 300
+CHECKSUM_BYTES = hashlib.sha256().digest_size
 
 
 class CompileError(RuntimeError):
@@ -69,11 +71,8 @@ def processor_features() -> str:
     return " ".join(sorted(flags[0].split(":", 1)[1].split())) if flags else ""
 
 
-def compiled_library(*, rebuild: bool = False) -> Path:
-    """Path of the library, compiled now if the cache has none.
-
-    Args:
-        rebuild: Compile even if the cache has one (it could not be loaded).
+def compiled_library() -> Path:
+    """Path of the library, compiled now if the cache has none that is whole.
 
     Raises:
         CompileError: If there is no compiler, it fails, or its output cannot be kept.
@@ -81,9 +80,9 @@ def compiled_library(*, rebuild: bool = False) -> Path:
     compiler = find_compiler()
     directory = cache_directory()
     path = directory / f"cpu-kernels-{_key(compiler)}.so"
-    if path.exists() and not rebuild:
-        return path
     try:
+        if path.exists() and _is_whole(path):
+            return path
         directory.mkdir(parents=True, exist_ok=True)
         _compile(compiler, path)
     except OSError as error:
@@ -108,12 +107,23 @@ def _compile(compiler: str, path: Path) -> None:
     partial = Path(name)
     try:
         _run([compiler, *FLAGS, "-o", name, str(SOURCE / MAIN_SOURCE)])
-        with partial.open("rb") as file:
+        with partial.open("r+b") as file:
+            file.write(_checksum(file.read()))  # loaders do not look behind a library's own end
+            file.flush()
             os.fsync(file.fileno())
         partial.chmod(0o755)
         partial.replace(path)
     finally:
         partial.unlink(missing_ok=True)
+
+
+def _checksum(content: bytes) -> bytes:
+    return hashlib.sha256(content).digest()
+
+
+def _is_whole(path: Path) -> bool:
+    data = path.read_bytes()
+    return _checksum(data[:-CHECKSUM_BYTES]) == data[-CHECKSUM_BYTES:]
 
 
 def _run(command: list[str]) -> str:

@@ -82,11 +82,7 @@ class Library:
             OSError: If it was made and cannot be loaded.
         """
         path = compiled_library()
-        try:
-            handle = ctypes.CDLL(str(path))
-        except OSError:  # damaged in the cache
-            path = compiled_library(rebuild=True)
-            handle = ctypes.CDLL(str(path))
+        handle = ctypes.CDLL(str(path))
         _declare(handle)
         return cls(path, handle)
 

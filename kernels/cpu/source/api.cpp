@@ -5,6 +5,9 @@
 #include "portable.h"
 #include "work.h"
 #if defined(__x86_64__)
+#include <cpuid.h>
+
+#include "avx2.h"
 #include "avx512.h"
 #endif
 
@@ -17,6 +20,15 @@ struct Choice {
 
 bool always() { return true; }
 #if defined(__x86_64__)
+// Bit 29 of ecx of leaf 1; not a name that every compiler's __builtin_cpu_supports knows.
+bool has_f16c() {
+  unsigned a, b, c = 0, d;
+  return __get_cpuid(1, &a, &b, &c, &d) && (c >> 29 & 1);
+}
+bool has_avx2() {
+  __builtin_cpu_init();
+  return __builtin_cpu_supports("avx2") && __builtin_cpu_supports("fma") && has_f16c();
+}
 bool has_avx512() {
   __builtin_cpu_init();
   return __builtin_cpu_supports("avx512f") && __builtin_cpu_supports("avx512bw") &&
@@ -28,6 +40,7 @@ bool has_avx512() {
 const Choice kChoices[] = {
 #if defined(__x86_64__)
     {avx512::kPath, has_avx512},
+    {avx2::kPath, has_avx2},
 #endif
     {portable::kPath, always},
 };
@@ -42,15 +55,16 @@ const char* path_name(int i) { return kChoices[i].path.name; }
 int path_runs_here(int i) { return kChoices[i].runs_here(); }
 
 // y[tokens, rows] = x[tokens, columns] times the block's weights transposed.
-int block_matmul(int choice, const Block* block, int64_t num_pages, int64_t table_list, const float* x, int64_t tokens,
-                 float* y, int threads, Fault* fault) try {
+int block_matmul(int choice, const Block* block, int64_t num_pages, int64_t table_list,
+                 const float* x, int64_t tokens, float* y, int threads, Fault* fault) try {
   const Path& path = kChoices[choice].path;
   if (!check_pages(*block, num_pages, table_list, fault)) return 1;
   const int64_t wide = input_stride(block->columns);
   const Buffer<float> inputs(tokens * wide);
   std::vector<const float*> at(static_cast<size_t>(tokens));
   for (int64_t t = 0; t < tokens; ++t) {
-    path.arrange(path.order(block->bits), block->columns, x + t * block->columns, inputs + t * wide);
+    path.arrange(path.order(block->bits), block->columns, x + t * block->columns,
+                 inputs + t * wide);
     at[size_t(t)] = inputs + t * wide;
   }
   std::vector<ThreadMemory> memory;
@@ -69,7 +83,8 @@ int block_matmul(int choice, const Block* block, int64_t num_pages, int64_t tabl
 int moe_layer(int choice, const Layer* layer, const float* x, int64_t tokens, int64_t top,
               const int32_t* expert_index, const float* gate_weight, const float* expert_scale,
               float* out, int threads, Fault* fault) try {
-  LayerCall call{kChoices[choice].path, *layer, x, tokens, top, gate_weight, expert_scale, out, threads, {}, {}, {}};
+  LayerCall call{kChoices[choice].path, *layer, x,       tokens, top, gate_weight,
+                 expert_scale,          out,    threads, {},     {},  {}};
   if (!call.plan(expert_index, fault)) return 1;
   call.run();
   return 0;

@@ -12,13 +12,13 @@ constexpr int kMaxBits = 8;
 
 struct Block {
   int32_t bits;
-  int32_t page_shift;             // < 0: contiguous
+  int32_t page_shift;  // < 0: contiguous
   int64_t rows, columns, row_bytes;
-  const uint8_t* planes;          // contiguous planes, or the arena
-  const uint8_t* table;           // contiguous table of width bits
-  const int32_t* plane_pages;     // [bits, plane_list] page ids
-  const int32_t* table_pages;     // page ids
-  int64_t plane_list;             // entries from one plane's page list to the next
+  const uint8_t* planes;       // contiguous planes, or the arena
+  const uint8_t* table;        // contiguous table of width bits
+  const int32_t* plane_pages;  // [bits, plane_list] page ids
+  const int32_t* table_pages;  // page ids
+  int64_t plane_list;          // entries from one plane's page list to the next
 };
 
 struct Row {
@@ -94,3 +94,20 @@ struct Path {
   void (*rows)(const Block& b, int64_t first, int64_t last, const float* const* x, int64_t tokens,
                float* y, int64_t y_stride, const Scratch& scratch);
 };
+
+// The natural order, padded with zeros.
+inline void in_order(int, int64_t columns, const float* x, float* out) {
+  std::memcpy(out, x, size_t(columns) * sizeof(float));
+  std::memset(out + columns, 0, size_t(padded(columns) - columns) * sizeof(float));
+}
+
+#define BY_WIDTH(function, bits, arguments) \
+  switch (bits) {                           \
+    case 2: return function<2> arguments;   \
+    case 3: return function<3> arguments;   \
+    case 4: return function<4> arguments;   \
+    case 5: return function<5> arguments;   \
+    case 6: return function<6> arguments;   \
+    case 7: return function<7> arguments;   \
+    default: return function<8> arguments;  \
+  }

@@ -5,8 +5,8 @@
 #include "work.h"
 
 struct Fault {
-  int32_t kind;  // 0 none, 1 width, 2 page id, 3 memory
-  int32_t plane; // -1: the table
+  int32_t kind;   // 0 none, 1 width, 2 page id, 3 memory
+  int32_t plane;  // -1: the table
   int64_t block, index, found;
 };
 enum FaultKind : int32_t { kNone = 0, kWidth = 1, kPage = 2, kMemory = 3 };
@@ -14,15 +14,15 @@ enum FaultKind : int32_t { kNone = 0, kWidth = 1, kPage = 2, kMemory = 3 };
 struct Layer {
   int64_t experts, hidden, inner;
   int32_t activation, page_shift, min_bits, parent_bits;
-  const int32_t* bits;            // [2E], block 2e + module
+  const int32_t* bits;  // [2E], block 2e + module
   const uint8_t* arena;
   int64_t num_pages;
-  const int32_t* plane_pages;     // [2E, parent_bits, plane_list]
+  const int32_t* plane_pages;  // [2E, parent_bits, plane_list]
   int64_t plane_list;
-  const int32_t* table_pages;     // [2E, parent_bits - min_bits + 1, table_list]
+  const int32_t* table_pages;  // [2E, parent_bits - min_bits + 1, table_list]
   int64_t table_list;
-  const uint8_t* const* planes;   // [2E], contiguous form
-  const uint8_t* const* tables;   // [2E], contiguous form, of the committed width
+  const uint8_t* const* planes;  // [2E], contiguous form
+  const uint8_t* const* tables;  // [2E], contiguous form, of the committed width
 };
 
 // Every page a block's rows will touch must lie in the arena.
@@ -150,7 +150,8 @@ struct LayerCall {
           for (int64_t s = 0; s < r.count; ++s)
             rows[size_t(s)] = inputs[order] + slots[size_t(r.begin + s)] / top * wide;
           path.rows(b, inner_from, inner_to, rows.data(), r.count, sums, 2 * l.inner, scratch);
-          path.rows(b, l.inner + inner_from, l.inner + inner_to, rows.data(), r.count, sums, 2 * l.inner, scratch);
+          path.rows(b, l.inner + inner_from, l.inner + inner_to, rows.data(), r.count, sums,
+                    2 * l.inner, scratch);
           for (int64_t s = 0; s < r.count; ++s) {
             const float* gate = sums + s * 2 * l.inner + inner_from;
             activate(l.activation, inner_to - inner_from, gate, gate + l.inner,
@@ -161,7 +162,8 @@ struct LayerCall {
         for (size_t i = from; i < to; ++i) {
           const Run& r = runs[i];
           const int order = path.order(blocks[size_t(2 * r.expert + 1)].bits);
-          for (int64_t s = share(r.count, part, threads); s < share(r.count, part + 1, threads); ++s)
+          for (int64_t s = share(r.count, part, threads); s < share(r.count, part + 1, threads);
+               ++s)
             path.arrange(order, l.inner, hidden + (r.begin - base + s) * l.inner,
                          arranged + (r.begin - base + s) * narrow);
         }
@@ -169,13 +171,16 @@ struct LayerCall {
         for (size_t i = from; i < to; ++i) {
           const Run& r = runs[i];
           float* sums = product + (r.begin - base) * l.hidden;
-          for (int64_t s = 0; s < r.count; ++s) rows[size_t(s)] = arranged + (r.begin - base + s) * narrow;
-          path.rows(blocks[size_t(2 * r.expert + 1)], hidden_from, hidden_to, rows.data(), r.count, sums, l.hidden, scratch);
+          for (int64_t s = 0; s < r.count; ++s)
+            rows[size_t(s)] = arranged + (r.begin - base + s) * narrow;
+          path.rows(blocks[size_t(2 * r.expert + 1)], hidden_from, hidden_to, rows.data(), r.count,
+                    sums, l.hidden, scratch);
           for (int64_t s = 0; s < r.count; ++s) {
             const int64_t slot = slots[size_t(r.begin + s)];
             const float share_of = weight[slot] * (scale ? scale[r.expert] : 1.0f);
             float* to_row = out + slot / top * l.hidden;
-            for (int64_t n = hidden_from; n < hidden_to; ++n) to_row[n] += share_of * sums[s * l.hidden + n];
+            for (int64_t n = hidden_from; n < hidden_to; ++n)
+              to_row[n] += share_of * sums[s * l.hidden + n];
           }
         }
       }

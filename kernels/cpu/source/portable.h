@@ -6,15 +6,21 @@ namespace portable {
 
 typedef float Lane4 __attribute__((vector_size(16), aligned(4)));
 
-// spread[b]: bit i of byte b moved to bit 0 of byte i.
-struct Spread {
-  uint64_t of[256];
-  constexpr Spread() : of() {
-    for (int b = 0; b < 256; ++b)
-      for (int i = 0; i < 8; ++i) of[b] |= uint64_t(b >> i & 1) << (8 * i);
+// Transposes, in each byte, the 8 x 8 matrix of bit (column) and word (row).
+inline void transpose(uint64_t* w) {
+  constexpr uint64_t mask[3] = {0x5555555555555555, 0x3333333333333333, 0x0f0f0f0f0f0f0f0f};
+#pragma GCC unroll 3
+  for (int level = 0; level < 3; ++level) {
+    const int s = 1 << level;
+#pragma GCC unroll 8
+    for (int i = 0; i < 8; ++i)
+      if (!(i & s)) {
+        const uint64_t t = ((w[i] >> s) ^ w[i + s]) & mask[level];
+        w[i + s] ^= t;
+        w[i] ^= t << s;
+      }
   }
-};
-constexpr Spread kSpread;
+}
 
 inline float widen(uint16_t half) {
   const uint32_t magnitude = uint32_t(half & 0x7fff) << 13;
@@ -30,23 +36,35 @@ inline float widen(uint16_t half) {
   return value;
 }
 
+// 64 codes: byte g of w[j] is that of column 8g + j. `bytes`: of a plane still in the row.
 template <int Q>
-void decode(const Row& row, int64_t columns, float* out) {
-  float table[1 << Q];
-  for (int c = 0; c < 1 << Q; ++c) table[c] = widen(row.table[c]);
-  for (int64_t group = 0; group * 8 < columns; ++group) {
-    uint64_t codes = 0;
-    for (int p = 0; p < Q; ++p) codes = codes << 1 | kSpread.of[row.plane[p][group]];
-    float* to = out + group * 8;
-    const int64_t left = columns - group * 8;
-    const int n = left < 8 ? int(left) : 8;
-    if (n == 8) {
-      for (int i = 0; i < 8; ++i) to[i] = table[codes >> (8 * i) & 255];
-    } else {
-      for (int i = 0; i < n; ++i) to[i] = table[codes >> (8 * i) & 255];
-    }
+inline void load_codes(const Row& row, int64_t at, int64_t bytes, uint64_t* w) {
+#pragma GCC unroll 8
+  for (int bit = 0; bit < 8; ++bit) {
+    w[bit] = 0;
+    if (bit < Q) std::memcpy(&w[bit], row.plane[Q - 1 - bit] + at, bytes < 8 ? size_t(bytes) : 8);
   }
-  for (int64_t k = columns; k % 16; ++k) out[k] = 0.0f;
+  transpose(w);
+}
+
+template <int Q>
+void decode(const Row& row, int64_t columns, int64_t row_bytes, float* out) {
+  float table[256];
+  for (int c = 0; c < 1 << Q; ++c) table[c] = widen(row.table[c]);
+  uint64_t w[8];
+  int64_t k = 0;
+  for (; k + 64 <= columns; k += 64) {
+    load_codes<Q>(row, k / 8, 8, w);
+#pragma GCC unroll 8
+    for (int g = 0; g < 8; ++g)
+#pragma GCC unroll 8
+      for (int j = 0; j < 8; ++j) out[k + 8 * g + j] = table[w[j] >> (8 * g) & 255];
+  }
+  if (k < columns) {
+    load_codes<Q>(row, k / 8, row_bytes - k / 8, w);
+    for (int i = 0; i < 64; ++i)
+      out[k + i] = k + i < columns ? table[w[i & 7] >> (i & 56) & 255] : 0.0f;
+  }
 }
 
 template <int T>
@@ -68,7 +86,7 @@ template <int Q>
 void rows_of(const Block& b, int64_t first, int64_t last, const float* const* x, int64_t tokens,
              float* y, int64_t y_stride, const Scratch& scratch) {
   for (int64_t n = first; n < last; ++n) {
-    decode<Q>(locate(b, n, scratch.side), b.columns, scratch.weights);
+    decode<Q>(locate(b, n, scratch.side), b.columns, b.row_bytes, scratch.weights);
     int64_t t = 0;
     for (; t + 2 <= tokens; t += 2)
       dot<2>(scratch.weights, b.columns, x + t, y + t * y_stride + n, y_stride);
@@ -78,24 +96,11 @@ void rows_of(const Block& b, int64_t first, int64_t last, const float* const* x,
 
 inline void rows(const Block& b, int64_t first, int64_t last, const float* const* x, int64_t tokens,
                  float* y, int64_t y_stride, const Scratch& scratch) {
-  switch (b.bits) {
-    case 2: return rows_of<2>(b, first, last, x, tokens, y, y_stride, scratch);
-    case 3: return rows_of<3>(b, first, last, x, tokens, y, y_stride, scratch);
-    case 4: return rows_of<4>(b, first, last, x, tokens, y, y_stride, scratch);
-    case 5: return rows_of<5>(b, first, last, x, tokens, y, y_stride, scratch);
-    case 6: return rows_of<6>(b, first, last, x, tokens, y, y_stride, scratch);
-    case 7: return rows_of<7>(b, first, last, x, tokens, y, y_stride, scratch);
-    default: return rows_of<8>(b, first, last, x, tokens, y, y_stride, scratch);
-  }
+  BY_WIDTH(rows_of, b.bits, (b, first, last, x, tokens, y, y_stride, scratch));
 }
 
 inline int order(int) { return 0; }
 
-inline void arrange(int, int64_t columns, const float* x, float* out) {
-  std::memcpy(out, x, size_t(columns) * sizeof(float));
-  std::memset(out + columns, 0, size_t(padded(columns) - columns) * sizeof(float));
-}
-
-constexpr Path kPath{"portable", order, arrange, rows};
+constexpr Path kPath{"portable", order, in_order, rows};
 
 }  // namespace portable

@@ -100,7 +100,8 @@ inline float exponential(float x) {
 }
 
 // out[i] = act(gate[i]) * up[i]. GELU in its tanh form is z * sigmoid(2 u).
-inline void activate(int32_t activation, int64_t n, const float* gate, const float* up, float* out) {
+inline void activate(int32_t activation, int64_t n, const float* gate, const float* up,
+                     float* out) {
   if (activation == kSilu) {
     for (int64_t i = 0; i < n; ++i) out[i] = gate[i] / (1.0f + exponential(-gate[i])) * up[i];
   } else {
