@@ -53,7 +53,7 @@ def _host_source(source: str, name_expressions: tuple[str, ...]) -> str:
 
 
 def _flags(options: tuple[str, ...], ubsan: bool) -> list[str]:
-    flags = ["-std=c++17", "-O2", "-ffp-contract=off", "-fno-strict-aliasing", "-fPIC", "-shared"]
+    flags = ["-std=c++17", "-O1", "-ffp-contract=off", "-fno-strict-aliasing", "-fPIC", "-shared"]
     flags += ["-w", "-ftrivial-auto-var-init=pattern", "-fvisibility=hidden"]
     if platform.machine() == "x86_64":
         flags.append("-march=x86-64-v3")
