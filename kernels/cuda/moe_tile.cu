@@ -12,27 +12,11 @@
 #endif
 #include "moe_tile_many.cuh"
 
-#ifndef WIDTHS  // bit q: build for q bits
-#define WIDTHS 0x1fc
-#endif
-
 // Ring of one warp: where one block has an SM for itself, decoded tiles need the room.
 __host__ __device__ constexpr int ring_bytes(bool many) { return many ? 4096 : 8192; }
 
 // Blocks that share an SM: with more than 8 tokens the registers of one are more than half of it.
 __host__ __device__ constexpr int blocks_per_sm(int token_blocks, bool many) { return many || token_blocks > 2 ? 1 : 2; }
-
-#define EACH_WIDTH(bits, CALL)                \
-  switch (bits) {                             \
-    case 2: CALL(2); break;                   \
-    case 3: CALL(3); break;                   \
-    case 4: CALL(4); break;                   \
-    case 5: CALL(5); break;                   \
-    case 6: CALL(6); break;                   \
-    case 7: CALL(7); break;                   \
-    case 8: CALL(8); break;                   \
-    default: __trap();                        \
-  }
 
 // What the whole block knows of its present item and of the next; in shared memory, for registers are dear.
 struct Turn {
@@ -94,13 +78,10 @@ template <int MODULE, int NB, bool MANY> TILE_INLINE void all_items(const Layer&
       const bool more = turn.next < num_items();
       ptx_cp_async4(turn.next_code + warp, plan.order(MODULE) + (more ? turn.next / item_groups() : 0), more);
     }
-    int taken = 0;
     if (MANY && w.tokens > kFewTokens) {
       if constexpr (MANY) {
-#define MANY_TOKENS(Q) if constexpr ((WIDTHS >> Q) & 1) many_tokens<MODULE, Q, kRing>(l, w, plan, stream, tables)
-        EACH_WIDTH(w.bits, MANY_TOKENS)
+        many_tokens<MODULE, kRing>(l, w, plan, stream, tables);
         start_next();
-        if (threadIdx.x == 0) taken = atomicAdd(plan.queue(MODULE), 1);
       }
     } else {
 #pragma unroll 1
@@ -125,17 +106,14 @@ template <int MODULE, int NB, bool MANY> TILE_INLINE void all_items(const Layer&
           to[8] = scale[1] * sum[nb][1];
         }
         last = (pass + 1) * share.slots >= l.item_tiles;
-        if (!last) {
-          start(w.block, w.bits, false, w.group, pass + 1);
-        } else {
-          start_next();
-          if (threadIdx.x == 0) taken = atomicAdd(plan.queue(MODULE), 1);
-        }
+        if (!last) start(w.block, w.bits, false, w.group, pass + 1);
+        else start_next();
         __syncthreads();
         finish_pass<MODULE, NB>(l, w, plan, sums, gates, pass);
         __syncthreads();
       }
     }
+    const int taken = threadIdx.x == 0 ? atomicAdd(plan.queue(MODULE), 1) : 0;
     finish_item<MODULE>(l, w, plan);
     __syncthreads();
     const int code = turn.next_code[0];

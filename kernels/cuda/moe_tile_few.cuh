@@ -37,7 +37,7 @@ TILE_INLINE void multiply_step(const D& decoder, const unsigned planes[2][Q], co
   D::template step<A>(decoder, planes, a);
 #pragma unroll
   for (int nb = 0; nb < NB; ++nb)
-    if (NB == 1 || nb < blocks)
+    if (NB < 4 || nb < blocks)
 #pragma unroll
       for (int term = 0; term < table_terms(Q); ++term) ptx_mma_m16n8k32_s8(acc[nb][term], a[term], b[nb][A & 1]);
 }
@@ -48,7 +48,8 @@ TILE_INLINE void multiply_pair(const D& decoder, const unsigned planes[2][Q], co
   unsigned b[NB][2][2];
 #pragma unroll
   for (int nb = 0; nb < NB; ++nb)
-    if (NB == 1 || nb < blocks) load_pair(x[nb] + PAIR * 128, b[nb]);
+    if (NB < 4 || nb < blocks) load_pair(x[nb] + PAIR * 128, b[nb]);
+    else b[nb][0][0] = b[nb][0][1] = b[nb][1][0] = b[nb][1][1] = 0;
   multiply_step<Q, NB, 2 * PAIR>(decoder, planes, b, acc, blocks);
   multiply_step<Q, NB, 2 * PAIR + 1>(decoder, planes, b, acc, blocks);
 }
@@ -59,7 +60,7 @@ template <int MODULE, int Q, int NB, int RING>
 TILE_INLINE void few_tokens(const Layer& l, const Work& w, const Plan& plan, Stream& stream, unsigned char* tables, int pass,
                             float sum[NB][2]) {
   constexpr int kStages = ring_stages(Q, RING);
-  constexpr bool kBothTiles = NB < 4;
+  constexpr bool kBothTiles = NB == 1 || (NB == 2 && Q < 7);  // as registers allow
   typedef Decoder<Q, 128> D;
   const int lane = opaque(threadIdx.x) & 31, g = lane >> 2, t = lane & 3, units = units_of(l), blocks = (w.tokens + 3) / 4;
   const Share share = Share::of(l, Q);
@@ -84,6 +85,7 @@ TILE_INLINE void few_tokens(const Layer& l, const Work& w, const Plan& plan, Str
     scale_unit[nb] = activation_row<MODULE>(l, w, plan, 4 * nb + t) * units + share.first;
   }
   const signed char* x = l.x + t * 32 + (g & 1) * 16;
+  stream.page = ~0u;  // looked up again, rather than kept in a register by all widths
   int stage = 0;
   for (int i = 0; i < share.count; ++i) {
     const int unit = share.first + i;
@@ -113,9 +115,9 @@ TILE_INLINE void few_tokens(const Layer& l, const Work& w, const Plan& plan, Str
     }
 #pragma unroll
     for (int nb = 0; nb < NB; ++nb) {
-      const float x_scale = NB == 1 || nb < blocks ? l.x_scales[scale_unit[nb] + i] : 0.0f;
-      sum[nb][0] += x_scale * whole<Q>(acc[nb], 0);
-      sum[nb][1] += x_scale * whole<Q>(acc[nb], 1);
+      const float x_scale = NB < 4 || nb < blocks ? l.x_scales[scale_unit[nb] + i] : 0.0f;
+      sum[nb][0] += x_scale * whole<table_terms(Q)>(acc[nb], 0);
+      sum[nb][1] += x_scale * whole<table_terms(Q)>(acc[nb], 1);
     }
   }
 }

@@ -6,10 +6,26 @@
 
 #define GATE_UP 0
 #define DOWN 1
+#ifndef WIDTHS  // bit q: build for q bits
+#define WIDTHS 0x1fc
+#endif
 #define TILE_INLINE static __device__ __forceinline__
 
 constexpr int kWarps = 8;
 constexpr int kThreads = 32 * kWarps;
+
+// CALL(q) for the width `bits`, the same for the whole block.
+#define EACH_WIDTH(bits, CALL)                \
+  switch (bits) {                             \
+    case 2: CALL(2); break;                   \
+    case 3: CALL(3); break;                   \
+    case 4: CALL(4); break;                   \
+    case 5: CALL(5); break;                   \
+    case 6: CALL(6); break;                   \
+    case 7: CALL(7); break;                   \
+    case 8: CALL(8); break;                   \
+    default: __trap();                        \
+  }
 
 struct Layer {
   const unsigned char* arena;
@@ -68,9 +84,9 @@ template <int Q, int STRIDE> struct DecoderOf<Q, STRIDE, true> { typedef Registe
 template <int Q, int STRIDE> using Decoder = typename DecoderOf<Q, STRIDE, in_registers(Q)>::type;
 
 // acc columns 2t, 2t + 1 are the high and low terms of token t; half 0 is row g, 1 is row g + 8
-template <int Q> TILE_INLINE float whole(const int acc[table_terms(Q)][4], int half) {
+template <int TERMS> TILE_INLINE float whole(const int acc[TERMS][4], int half) {
   const float high = (float)(128 * acc[0][2 * half] + acc[0][2 * half + 1]);  // < 2^30 over 256 columns
-  if constexpr (table_terms(Q) == 1) return high;
+  if constexpr (TERMS == 1) return high;
   else return 128.0f * high + (float)(128 * acc[1][2 * half] + acc[1][2 * half + 1]);
 }
 

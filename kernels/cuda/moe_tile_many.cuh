@@ -17,15 +17,31 @@ struct Round {
   __device__ __forceinline__ int token(int nb, int column) const { return first + 4 * nb + column; }
 };
 
-// Decode the unit in `stage` into fragments [row tile][step][term][lane].
-template <int Q, class D> TILE_INLINE void decode_unit(const D& decoder, const Stream& stream, int stage, bool half, uint4* fragments) {
-  constexpr int kTerms = table_terms(Q);
-  const int lane = threadIdx.x & 31, warp = threadIdx.x >> 5;
+// One unit of this warp's row tile, decoded into fragments [row tile][step][term][lane].
+// Tables in shared memory are filled with the first unit; those in registers are made anew with every unit.
+template <int Q, int RING>
+TILE_INLINE void decode_unit(const Layer& l, const Work& w, Stream& stream, unsigned char* tables, int row_tile, int unit, uint4* fragments) {
+  constexpr int kTerms = table_terms(Q), kStages = ring_stages(Q, RING);
+  typedef Decoder<Q, 32> D;
+  const int lane = opaque(threadIdx.x) & 31, warp = threadIdx.x >> 5, g = lane >> 2, stage = unit % kStages;
+  D decoder;
+  if constexpr (in_registers(Q)) {
+    D::load(decoder, row_table(l, w, Q, row_tile * 16 + g), row_table(l, w, Q, row_tile * 16 + g + 8));
+  } else {
+    unsigned char* mine = D::lane_word(tables + warp * (32 << Q), lane);
+    if (unit == 0) D::fill(mine, row_table(l, w, Q, row_tile * 16 + g), row_table(l, w, Q, row_tile * 16 + g + 8), 0, 1);
+    decoder.word = mine;
+  }
+  ptx_cp_async_wait<kStages - 1>();
+  __syncwarp();
   unsigned planes[2][2][Q];
   Stream::read<Q>(stream, stage, planes);
+  __syncwarp();
+  if (unit + kStages < units_of(l)) Stream::issue(stream, l, Constant<Q>(), w.block, row_tile, unit + kStages, stage);
+  ptx_cp_async_commit();
 #pragma unroll
   for (int tile = 0; tile < 2; ++tile) {
-    if (tile == 1 && half) break;
+    if (tile == 1 && unit >= l.full_units) break;
     unsigned a[4][kTerms][4];
     D::template step<0>(decoder, planes[tile], a[0]);
     D::template step<1>(decoder, planes[tile], a[1]);
@@ -41,11 +57,10 @@ template <int Q, class D> TILE_INLINE void decode_unit(const D& decoder, const S
 }
 
 // The decoded unit times this warp's tokens of one round, added to sum[row tile][block][row g or g + 8].
-template <int MODULE, int Q>
+template <int MODULE, int TERMS>
 TILE_INLINE void multiply_unit(const Layer& l, const Work& w, const Plan& plan, const Round& round, const uint4* fragments,
                                int unit, bool half, float sum[kManyTiles][kManyBlocks][2]) {
-  constexpr int kTerms = table_terms(Q);
-  const int lane = threadIdx.x & 31, g = lane >> 2, t = lane & 3, units = units_of(l);
+  const int lane = opaque(threadIdx.x) & 31, g = lane >> 2, t = lane & 3, units = units_of(l);
   unsigned b[kManyBlocks][8][2];
   float x_scale[kManyBlocks];
 #pragma unroll
@@ -59,15 +74,15 @@ TILE_INLINE void multiply_unit(const Layer& l, const Work& w, const Plan& plan, 
 #pragma unroll
   for (int r = 0; r < kManyTiles; ++r) {
     if (w.group * kManyTiles + r >= l.row_tiles) break;
-    int acc[kManyBlocks][kTerms][4];
+    int acc[kManyBlocks][TERMS][4];
 #pragma unroll
-    for (int j = 0; j < kManyBlocks * kTerms * 4; ++j) (&acc[0][0][0])[j] = 0;
+    for (int j = 0; j < kManyBlocks * TERMS * 4; ++j) (&acc[0][0][0])[j] = 0;
 #pragma unroll
     for (int step = 0; step < 8; ++step) {
       if (step == 4 && half) break;
 #pragma unroll
-      for (int term = 0; term < kTerms; ++term) {
-        const uint4 v = fragments[((r * 8 + step) * kTerms + term) * 32 + lane];
+      for (int term = 0; term < TERMS; ++term) {
+        const uint4 v = fragments[((r * 8 + step) * TERMS + term) * 32 + lane];
         const unsigned a[4] = {v.x, v.y, v.z, v.w};
 #pragma unroll
         for (int nb = 0; nb < kManyBlocks; ++nb) ptx_mma_m16n8k32_s8(acc[nb][term], a, b[nb][step]);
@@ -75,8 +90,8 @@ TILE_INLINE void multiply_unit(const Layer& l, const Work& w, const Plan& plan, 
     }
 #pragma unroll
     for (int nb = 0; nb < kManyBlocks; ++nb) {
-      sum[r][nb][0] += x_scale[nb] * whole<Q>(acc[nb], 0);
-      sum[r][nb][1] += x_scale[nb] * whole<Q>(acc[nb], 1);
+      sum[r][nb][0] += x_scale[nb] * whole<TERMS>(acc[nb], 0);
+      sum[r][nb][1] += x_scale[nb] * whole<TERMS>(acc[nb], 1);
     }
   }
 }
@@ -129,38 +144,23 @@ TILE_INLINE void finish_round(const Layer& l, const Work& w, const Plan& plan, c
   }
 }
 
-template <int MODULE, int Q, int RING>
+template <int MODULE, int RING>
 TILE_INLINE void many_tokens(const Layer& l, const Work& w, const Plan& plan, Stream& stream, unsigned char* tables) {
-  constexpr int kStages = ring_stages(Q, RING);
-  typedef Decoder<Q, 32> D;
-  const int lane = threadIdx.x & 31, warp = threadIdx.x >> 5, g = lane >> 2;
   const int units = units_of(l), rounds = (w.tokens + kManyTokens - 1) / kManyTokens;
+  const int row_tile = w.group * kManyTiles + ((int)threadIdx.x >> 5);
   uint4* fragments = (uint4*)(tables + kManyTableBytes);
-  const int row_tile = w.group * kManyTiles + warp;
-  const bool live = row_tile < l.row_tiles;
-  D decoder;
-  if constexpr (in_registers(Q)) {
-    if (live) D::load(decoder, row_table(l, w, Q, row_tile * 16 + g), row_table(l, w, Q, row_tile * 16 + g + 8));
-  } else {
-    unsigned char* mine = D::lane_word(tables + warp * (32 << Q), lane);
-    if (live) D::fill(mine, row_table(l, w, Q, row_tile * 16 + g), row_table(l, w, Q, row_tile * 16 + g + 8), 0, 1);
-    decoder.word = mine;
-    __syncwarp();
-  }
   float sum[kManyTiles][kManyBlocks][2];
+  auto clear = [&] {
 #pragma unroll
-  for (int i = 0; i < kManyTiles * kManyBlocks * 2; ++i) (&sum[0][0][0])[i] = 0.0f;
-  int stage = 0;
+    for (int i = 0; i < kManyTiles * kManyBlocks * 2; ++i) (&sum[0][0][0])[i] = 0.0f;
+  };
+  clear();
+#pragma unroll 1
   for (int unit = 0; unit < units; ++unit) {
     const bool half = unit >= l.full_units;
-    if (live) {
-      ptx_cp_async_wait<kStages - 1>();
-      __syncwarp();
-      decode_unit<Q>(decoder, stream, stage, half, fragments);
-      __syncwarp();
-      if (unit + kStages < units) Stream::issue(stream, l, Constant<Q>(), w.block, row_tile, unit + kStages, stage);
-      ptx_cp_async_commit();
-      stage = stage + 1 == kStages ? 0 : stage + 1;
+    if (row_tile < l.row_tiles) {
+#define DECODE_UNIT(Q) if constexpr ((WIDTHS >> Q) & 1) decode_unit<Q, RING>(l, w, stream, tables, row_tile, unit, fragments)
+      EACH_WIDTH(w.bits, DECODE_UNIT)
     }
     __syncthreads();
 #pragma unroll 1
@@ -168,14 +168,11 @@ TILE_INLINE void many_tokens(const Layer& l, const Work& w, const Plan& plan, St
       const Round round = Round::of(w, i);
       if (!round.busy()) break;
       if (rounds > 1) {
-        if (unit > 0) {
-          swap_partial<false>(l, w, round, sum);
-        } else {
-#pragma unroll
-          for (int j = 0; j < kManyTiles * kManyBlocks * 2; ++j) (&sum[0][0][0])[j] = 0.0f;
-        }
+        if (unit > 0) swap_partial<false>(l, w, round, sum);
+        else clear();
       }
-      multiply_unit<MODULE, Q>(l, w, plan, round, fragments, unit, half, sum);
+      if (table_terms(w.bits) == 2) multiply_unit<MODULE, 2>(l, w, plan, round, fragments, unit, half, sum);
+      else multiply_unit<MODULE, 1>(l, w, plan, round, fragments, unit, half, sum);
       if (rounds > 1) swap_partial<true>(l, w, round, sum);
     }
     __syncthreads();
