@@ -107,7 +107,7 @@ class Hardware:
         )
         require_within(
             table,
-            1e-3,
+            1e-6,
             1e6,
             memory_gb=self.memory_gb,
             copy_gb_per_s=self.copy_gb_per_s,

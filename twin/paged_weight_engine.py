@@ -75,6 +75,7 @@ class PagedWeightEngine:
         count = len(self._arrival_s)
         self._goal = self._prompt + self._output
         self._known = self._prompt.copy()  # tokens there are: prompt and generated
+        self.admitted_s = np.full(count, np.nan)
         self.first_token_s = np.full(count, np.nan)
         self.last_token_s = np.full(count, np.nan)
         self.preemptions = np.zeros(count, np.int64)
@@ -105,6 +106,7 @@ class PagedWeightEngine:
             arrival_s=self._arrival_s,
             prompt_tokens=self._prompt,
             output_tokens=self._output,
+            admitted_s=self.admitted_s,
             first_token_s=self.first_token_s,
             last_token_s=self.last_token_s,
             preemptions=self.preemptions,
@@ -211,12 +213,13 @@ class PagedWeightEngine:
         budget = self._shares()
         if self._cache.reserve_all(self._ids, self._computed, self._count):
             while budget > 0 and self._admit():
-                share = min(int(self._known[self._ids[-1]]), budget)
+                known = int(self._known[self._ids[-1]])
+                share = min(known, budget)
                 self._count[-1] = share
                 if not self._cache.reserve(int(self._ids[-1]), 0, share):
                     self._in_order(len(self._ids) - 1)
                     break
-                budget -= share
+                budget -= share if known > 1 else 0
         else:
             self._in_order(0)
         return int(self._count.sum())
@@ -235,7 +238,10 @@ class PagedWeightEngine:
     def _admit(self) -> bool:
         if not self._waiting or len(self._ids) >= self._max_running:
             return False
-        self._ids = np.append(self._ids, self._waiting.popleft())
+        sequence = self._waiting.popleft()
+        if math.isnan(self.admitted_s[sequence]):
+            self.admitted_s[sequence] = self.now
+        self._ids = np.append(self._ids, sequence)
         self._computed = np.append(self._computed, 0)
         self._count = np.append(self._count, 0)
         return True

@@ -90,7 +90,8 @@ def run_paged_weight(
         row = policy_summary(
             policy, runs, reference=reference, slo=scenario.slo, confidence=confidence
         )
-        row["asked_less_this"] = comparison(rows[0], row, confidence) if rows else None
+        if rows:
+            row["asked_less_this"] = comparison(rows[0], row, confidence)
         rows.append(row)
     first = runs_by_policy.get(asked, [None])[0]
     summary = {
@@ -218,6 +219,7 @@ def _request_table(runs_by_policy: Mapping[PrecisionPolicyName, list[PagedWeight
         "arrival_s",
         "prompt_tokens",
         "output_tokens",
+        "admitted_s",
         "first_token_s",
         "last_token_s",
         "ttft_s",

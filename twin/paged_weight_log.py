@@ -38,7 +38,8 @@ class Totals:
         preemptions: Sequences that gave their pages up.
         recomputed_tokens: Tokens whose KV they lost.
         held_back: Times a sequence waited a step for its pages.
-        kv_tokens_peak, kv_pages_peak, running_peak: Largest at the start of a step.
+        kv_tokens_peak, kv_pages_peak, running_peak: Largest of a step, its own tokens included.
+        running_s: Sequences running times seconds in steps.
         bits_s, damage_s: Bits and damage times seconds in steps.
         bits_tokens, damage_tokens: The same times generated tokens.
         least_bits: Smallest mean width of a step.
@@ -72,6 +73,7 @@ class PagedWeightRun:
     Attributes:
         policy: Name of the planner, or the fixed width.
         arrival_s, prompt_tokens, output_tokens: [n] the requests.
+        admitted_s: [n] when it first joined the running ones.
         first_token_s, last_token_s: [n].
         preemptions: [n] how often each started over.
         is_refused: [n] whether it did not fit into the arena even alone.
@@ -88,6 +90,7 @@ class PagedWeightRun:
     arrival_s: Floats
     prompt_tokens: Ints
     output_tokens: Ints
+    admitted_s: Floats
     first_token_s: Floats
     last_token_s: Floats
     preemptions: Ints

@@ -263,6 +263,7 @@ def step_rates(hardware: Hardware, device: Device) -> StepRates:
 def _damage(scenario: PagedWeightScenario, shape: LlmShape, sizes: BlockSizes, k: int) -> Floats:
     settings = scenario.precision
     if settings.damage != SYNTHETIC:
+        _require_known_widths(settings)
         table = np.zeros((sizes.num_blocks, len(ALL_BITS)))
         levels = settings.levels
         table[:, [bits - 2 for bits in levels]] = checkpoint_damage(settings.damage, shape, levels)
@@ -275,6 +276,18 @@ def _damage(scenario: PagedWeightScenario, shape: LlmShape, sizes: BlockSizes, k
     )
     _, mass = traffic.masses(traffic.long_run)
     return synthetic_damage(settings, mass, seed=scenario.run.seed)
+
+
+def _require_known_widths(settings: Precision) -> None:
+    """A checkpoint knows the damage of its own widths only."""
+    for name, policies in (("policy", (settings.policy,)), ("compare", settings.compare)):
+        for policy in policies:
+            if isinstance(policy, int) and policy not in (*settings.levels, FULL_BITS):
+                raise ScenarioError(
+                    f"[precision] {name}: the damage of {policy} bits is not in "
+                    f"{settings.damage} at min_bits..parent_bits; choose one of "
+                    f"{', '.join(map(str, settings.levels))} or {FULL_BITS}, found {policy}"
+                )
 
 
 def _active_bytes(sizes: BlockSizes, settings: Precision) -> Floats:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import io
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
@@ -74,62 +74,69 @@ def frontier_figure(summary: Mapping[str, Any]) -> Figure:
     from matplotlib.figure import Figure
 
     d = summary["deployment"]
-    figure = Figure(figsize=(10.4, 4.8), dpi=120, layout="constrained")
+    figure = Figure(figsize=(10.4, 5.0), dpi=120, layout="constrained")
     left, right = figure.subplots(1, 2, sharey=True)
-    rows = [row for row in summary["policies"] if row["fits"] and row["latency"]["ttft_s"]]
-    rows = [row for row in rows if row["damage"] is not None]
-    positive = [row["damage"] for row in rows if row["damage"] > 0.0] or [1.0]
-    floor = min(positive) / 4.0
-    values: tuple[Callable[[Mapping[str, Any]], float], ...] = (
-        lambda row: float(row["requests_per_s"]),
-        lambda row: float(row["latency"]["ttft_s"]["p99"]),
-    )
-    names = ("requests served per second", "TTFT p99, seconds")
-    for axes, value, name in zip((left, right), values, names, strict=True):
-        fixed = [row for row in rows if isinstance(row["policy"], int)]
-        axes.plot(
-            [value(row) for row in fixed],
-            [row["damage"] or floor for row in fixed],
-            color=FIXED,
-            lw=0.8,
-            alpha=0.5,
-        )
-        for row in rows:
-            is_fixed = isinstance(row["policy"], int)
-            _point(axes, value(row), row, floor, is_asked=row is rows[0], is_fixed=is_fixed)
-        axes.set_xlabel(name)
-        axes.set_yscale("log")
-        _bare(axes)
-    right.set_xscale("log")
+    rows = [
+        row
+        for row in summary["policies"]
+        if row["fits"] and row["latency"]["ttft_s"] and row["damage"] is not None
+    ]
+    floor = min([row["damage"] for row in rows if row["damage"] > 0.0] or [1.0]) / 4.0
+    _panel(left, rows, lambda row: float(row["requests_per_s"]), floor)
+    _panel(right, rows, lambda row: float(row["latency"]["ttft_s"]["p99"]), floor)
     left.set_xlim(left=0)
+    left.set_xlabel("requests served per second")
     left.set_ylabel(f"damage, 1 = all at {summary['damage_unit_bits']} bits (log scale)")
+    left.set_title("better: down and to the right", loc="left", fontsize=10)
+    right.set_xscale("log")
+    right.set_xlabel("TTFT p99, seconds (log scale)")
+    right.set_title("better: down and to the left", loc="left", fontsize=10)
+    right.legend(frameon=False, fontsize=9)
     figure.suptitle(
-        f"{d['model']} on {d['device']}, {d['memory_bytes'] / GIGA:.3g} GB, the same requests: "
-        "lower is better; right is better (left picture), left is better (right picture)",
-        fontsize=10,
+        f"{d['model']} on {d['device']}, {d['memory_bytes'] / GIGA:.3g} GB: the same requests "
+        "under every policy",
+        fontsize=11,
         x=0.01,
         ha="left",
     )
     return figure
 
 
-def _point(
-    axes: Axes, x: float, row: Mapping[str, Any], floor: float, *, is_asked: bool, is_fixed: bool
+def _panel(
+    axes: Axes,
+    rows: Sequence[Mapping[str, Any]],
+    value: Callable[[Mapping[str, Any]], float],
+    floor: float,
 ) -> None:
-    y = row["damage"] or floor
+    fixed = [row for row in rows if isinstance(row["policy"], int)]
     axes.plot(
-        [x],
-        [y],
-        marker="o" if is_fixed else "D",
-        ms=8 if is_asked else 6,
-        color=FIXED if is_fixed else MOVING,
-        mfc="white" if not is_asked and not is_fixed else None,
-        linestyle="none",
-        zorder=5 if is_asked else 4,
+        [value(row) for row in fixed],
+        [row["damage"] or floor for row in fixed],
+        marker="o",
+        color=FIXED,
+        lw=0.8,
+        label="one width for ever",
     )
-    text = row["label"] if row["damage"] else f"{row['label']} (no damage)"
-    shift = {"hull": (8, -12), "greedy": (8, 6), "uniform": (8, 2)}.get(str(row["policy"]), (7, 3))
-    axes.annotate(text, (x, y), xytext=shift, textcoords="offset points", fontsize=8)
+    for row in fixed:
+        text = row["label"] if row["damage"] else f"{row['label']} (no damage)"
+        place = value(row), row["damage"] or floor
+        axes.annotate(text, place, xytext=(7, 3), textcoords="offset points", fontsize=8)
+    markers = iter(("D", "s", "^", "v"))
+    for row in [row for row in rows if not isinstance(row["policy"], int)]:
+        axes.plot(
+            [value(row)],
+            [row["damage"]],
+            marker=next(markers),
+            ms=8 if row is rows[0] else 7,
+            color=MOVING,
+            mfc=MOVING if row is rows[0] else "none",
+            linestyle="none",
+            zorder=5,
+            label=f"widths move, {row['label']}",
+        )
+    axes.set_yscale("log")
+    axes.margins(x=0.12)
+    _bare(axes)
 
 
 def _bare(axes: Axes) -> None:
