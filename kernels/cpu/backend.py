@@ -123,7 +123,16 @@ def _trial(library: Library) -> dict[str, float]:
         for name, path_id in library.path_ids.items():
             start = time.perf_counter()
             library.handle.block_matmul(
-                path_id, block.argument, 0, 0, x.ctypes.data, 1, y.ctypes.data, 1, FaultReport()
+                path_id,
+                block.argument,
+                0,
+                _TRIAL_ROWS,
+                _TRIAL_COLUMNS,
+                x.ctypes.data,
+                1,
+                y.ctypes.data,
+                1,
+                FaultReport(),
             )
             seconds[name] = min(seconds[name], time.perf_counter() - start)
     return {name: float(value) for name, value in seconds.items()}

@@ -10,8 +10,8 @@ from typing import Any, ClassVar
 import numpy as np
 from numpy.typing import NDArray
 
-from kernels.cpu.library import BlockArgument, LayerArgument
-from kernels.planes import PlaneArray, check_planes, plane_words
+from kernels.cpu.library import WeightsArgument
+from kernels.planes import PlaneArray, check_planes
 
 HalfArray = NDArray[np.float16]
 IntArray = NDArray[np.int32]
@@ -40,7 +40,6 @@ class ContiguousBlock:
 
     index: ClassVar[int] = 0
     num_pages: ClassVar[int] = 0
-    table_list: ClassVar[int] = 0
     widths: ClassVar[str] = WIDTHS
 
     def __post_init__(self) -> None:
@@ -54,17 +53,9 @@ class ContiguousBlock:
         return int(self.planes.shape[1])
 
     @cached_property
-    def argument(self) -> BlockArgument:
+    def argument(self) -> WeightsArgument:
         """What the library takes; valid as long as this object lives."""
-        return BlockArgument(
-            bits=self.bits,
-            page_shift=CONTIGUOUS,
-            rows=self.rows,
-            columns=self.columns,
-            row_bytes=4 * plane_words(self.columns),
-            planes=self.planes.ctypes.data,
-            table=self.table.ctypes.data,
-        )
+        return contiguous_argument([self])
 
     def contiguous(self) -> ContiguousBlock:
         """This block."""
@@ -119,28 +110,24 @@ class ContiguousExperts:
         return self.blocks[index]
 
     @cached_property
-    def _addresses(self) -> tuple[IntArray, NDArray[np.uint64], NDArray[np.uint64]]:
-        return (
-            np.array([b.bits for b in self.blocks], np.int32),
-            np.array([b.planes.ctypes.data for b in self.blocks], np.uint64),
-            np.array([b.table.ctypes.data for b in self.blocks], np.uint64),
-        )
-
-    def argument(self, activation: int) -> LayerArgument:
+    def argument(self) -> WeightsArgument:
         """What the library takes; valid as long as this object lives."""
-        bits, planes, tables = self._addresses
-        return LayerArgument(
-            experts=self.experts,
-            hidden=self.hidden,
-            inner=self.inner,
-            activation=activation,
-            page_shift=CONTIGUOUS,
-            min_bits=2,
-            parent_bits=8,
-            bits=bits.ctypes.data,
-            planes=planes.ctypes.data,
-            tables=tables.ctypes.data,
-        )
+        return contiguous_argument(self.blocks)
+
+
+def contiguous_argument(blocks: Sequence[ContiguousBlock]) -> WeightsArgument:
+    """What the library takes for these blocks; valid as long as they and the result live."""
+    lists = (
+        np.array([b.bits for b in blocks], np.int32),
+        np.array([b.planes.ctypes.data for b in blocks], np.uint64),
+        np.array([b.table.ctypes.data for b in blocks], np.uint64),
+    )
+    bits, planes, tables = (x.ctypes.data for x in lists)
+    argument = WeightsArgument(
+        page_shift=CONTIGUOUS, min_bits=2, parent_bits=8, bits=bits, planes=planes, tables=tables
+    )
+    argument.kept_alive = lists
+    return argument
 
 
 def check_array(

@@ -12,31 +12,10 @@ from kernels.cpu.compile import compiled_library
 NO_PLANE = -1  # a fault of this plane is one of the table
 
 
-class BlockArgument(ctypes.Structure):
-    """`Block` of source/block.h."""
+class WeightsArgument(ctypes.Structure):
+    """`Weights` of source/weights.h."""
 
     _fields_ = (
-        ("bits", ctypes.c_int32),
-        ("page_shift", ctypes.c_int32),
-        ("rows", ctypes.c_int64),
-        ("columns", ctypes.c_int64),
-        ("row_bytes", ctypes.c_int64),
-        ("planes", ctypes.c_void_p),
-        ("table", ctypes.c_void_p),
-        ("plane_pages", ctypes.c_void_p),
-        ("table_pages", ctypes.c_void_p),
-        ("plane_list", ctypes.c_int64),
-    )
-
-
-class LayerArgument(ctypes.Structure):
-    """`Layer` of source/layer.h."""
-
-    _fields_ = (
-        ("experts", ctypes.c_int64),
-        ("hidden", ctypes.c_int64),
-        ("inner", ctypes.c_int64),
-        ("activation", ctypes.c_int32),
         ("page_shift", ctypes.c_int32),
         ("min_bits", ctypes.c_int32),
         ("parent_bits", ctypes.c_int32),
@@ -53,9 +32,9 @@ class LayerArgument(ctypes.Structure):
 
 
 class FaultReport(ctypes.Structure):
-    """`Fault` of source/layer.h."""
+    """`Fault` of source/weights.h."""
 
-    WIDTH, PAGE, MEMORY = 1, 2, 3
+    WIDTH, PAGE, RESOURCES = 1, 2, 3
 
     _fields_ = (
         ("kind", ctypes.c_int32),
@@ -106,34 +85,17 @@ def fault_message(fault: FaultReport, num_pages: int, widths: str) -> str:
             f"block {fault.block}: page {fault.index} of its {part} must be in "
             f"[0, {num_pages}), found {fault.found}"
         )
-    return "out of memory"
+    return "no memory or no threads left"
 
 
 def _declare(handle: ctypes.CDLL) -> None:
     pointer, i32, i64 = ctypes.c_void_p, ctypes.c_int32, ctypes.c_int64
+    weights, fault = ctypes.POINTER(WeightsArgument), ctypes.POINTER(FaultReport)
     handle.path_name.argtypes, handle.path_name.restype = [ctypes.c_int], ctypes.c_char_p
     handle.path_runs_here.argtypes = [ctypes.c_int]
-    handle.block_matmul.argtypes = [
-        ctypes.c_int,
-        ctypes.POINTER(BlockArgument),
-        i64,
-        i64,
-        pointer,
-        i64,
-        pointer,
-        i32,
-        ctypes.POINTER(FaultReport),
-    ]
-    handle.moe_layer.argtypes = [
-        ctypes.c_int,
-        ctypes.POINTER(LayerArgument),
-        pointer,
-        i64,
-        i64,
-        pointer,
-        pointer,
-        pointer,
-        pointer,
-        i32,
-        ctypes.POINTER(FaultReport),
-    ]
+    # path, weights, block, rows, columns, x, tokens, y, threads, fault
+    handle.block_matmul.argtypes = [i32, weights, i64, i64, i64, pointer, i64, pointer, i32, fault]
+    # path, weights, first block, experts, hidden, inner, activation, x, tokens, experts per token,
+    # expert index, gate weight, expert scale, out, threads, fault
+    handle.moe_layer.argtypes = [i32, weights, i64, i64, i64, i64, i32, pointer, i64, i64]
+    handle.moe_layer.argtypes += [pointer, pointer, pointer, pointer, i32, fault]

@@ -23,6 +23,7 @@ from kernels.reference import ACTIVATIONS, Activation
 
 FloatArray = NDArray[np.float32]
 MAX_THREADS = 256
+_ACTIVATION_IDS = {"silu": 0, "gelu_tanh": 1}  # source/work.h
 
 
 def block_matmul(
@@ -47,7 +48,7 @@ def block_matmul(
 
     Raises:
         ValueError: If an array, width or page id does not fit.
-        MemoryError: If there is no memory for the arranged inputs.
+        MemoryError: If there is no memory for the arranged inputs, or no thread can be started.
     """
     if x.ndim != 2 or x.shape[1] != block.columns:
         raise ValueError(f"x must be float32 [T, {block.columns}], found {list(x.shape)}")
@@ -58,12 +59,13 @@ def block_matmul(
     if chosen.library is None:
         y[...] = PRODUCTS[chosen.name](x, block.contiguous())
         return y
-    fault = FaultReport(block=block.index)
+    fault = FaultReport()
     failed = chosen.library.handle.block_matmul(
         chosen.library.path_ids[chosen.name],
         block.argument,
-        block.num_pages,
-        block.table_list,
+        block.index,
+        block.rows,
+        block.columns,
         x.ctypes.data,
         len(x),
         y.ctypes.data,
@@ -108,7 +110,7 @@ def moe_layer(
 
     Raises:
         ValueError: If an array, index, width or page id does not fit.
-        MemoryError: If there is no memory for the intermediate results.
+        MemoryError: If there is no memory for intermediate results, or no thread can be started.
     """
     _check_layer(tokens, expert_index, gate_weight, experts, activation, expert_scale)
     chosen = backend(path)
@@ -123,7 +125,12 @@ def moe_layer(
     fault = FaultReport()
     failed = chosen.library.handle.moe_layer(
         chosen.library.path_ids[chosen.name],
-        experts.argument(list(ACTIVATIONS).index(activation)),
+        experts.argument,
+        experts.first_block,
+        experts.experts,
+        experts.hidden,
+        experts.inner,
+        _ACTIVATION_IDS[activation],
         tokens.ctypes.data,
         len(tokens),
         expert_index.shape[1],
@@ -135,7 +142,6 @@ def moe_layer(
         fault,
     )
     if failed:
-        fault.block += experts.first_block
         _refuse(fault, experts.num_pages, experts.widths)
     return y
 
@@ -217,6 +223,6 @@ def _check_threads(threads: int) -> None:
 
 def _refuse(fault: FaultReport, num_pages: int, widths: str) -> None:
     message = fault_message(fault, num_pages, widths)
-    if fault.kind == FaultReport.MEMORY:
+    if fault.kind == FaultReport.RESOURCES:
         raise MemoryError(message)
     raise ValueError(message)

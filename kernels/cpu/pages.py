@@ -8,12 +8,13 @@ are going to use before they read a weight.
 from __future__ import annotations
 
 from dataclasses import dataclass
+from functools import cached_property
 
 import numpy as np
 from numpy.typing import NDArray
 
 from kernels.cpu.blocks import ContiguousBlock, IntArray, check_array
-from kernels.cpu.library import BlockArgument, LayerArgument
+from kernels.cpu.library import WeightsArgument
 from kernels.planes import plane_words
 
 TABLE = -1  # instead of the number of a plane
@@ -67,10 +68,21 @@ class PagedWeights:
         shape = (blocks, tables, self.table_pages.shape[2])
         check_array("table_pages", self.table_pages, np.int32, shape)
 
-    @property
-    def page_shift(self) -> int:
-        """log2 of page_bytes."""
-        return self.page_bytes.bit_length() - 1
+    @cached_property
+    def argument(self) -> WeightsArgument:
+        """What the library takes; valid as long as this object lives."""
+        return WeightsArgument(
+            page_shift=self.page_bytes.bit_length() - 1,
+            min_bits=self.min_bits,
+            parent_bits=self.plane_pages.shape[1],
+            bits=self.bits.ctypes.data,
+            arena=self.arena.ctypes.data,
+            num_pages=self.num_pages,
+            plane_pages=self.plane_pages.ctypes.data,
+            plane_list=self.plane_pages.shape[2],
+            table_pages=self.table_pages.ctypes.data,
+            table_list=self.table_pages.shape[2],
+        )
 
     @property
     def num_pages(self) -> int:
@@ -114,11 +126,6 @@ class PagedBlock:
         return self.weights.num_pages
 
     @property
-    def table_list(self) -> int:
-        """Entries of one table's page list."""
-        return int(self.weights.table_pages.shape[2])
-
-    @property
     def widths(self) -> str:
         """Widths a block may have, for messages."""
         return self.weights.widths
@@ -138,23 +145,9 @@ class PagedBlock:
         return bits
 
     @property
-    def argument(self) -> BlockArgument:
-        """What the library takes, at the width committed now."""
-        w, bits = self.weights, self.bits
-        planes, tables = w.plane_pages.strides[0], w.table_pages.strides
-        return BlockArgument(
-            bits=bits,
-            page_shift=w.page_shift,
-            rows=self.rows,
-            columns=self.columns,
-            row_bytes=4 * plane_words(self.columns),
-            planes=w.arena.ctypes.data,
-            plane_pages=w.plane_pages.ctypes.data + self.index * planes,
-            table_pages=w.table_pages.ctypes.data
-            + self.index * tables[0]
-            + (bits - w.min_bits) * tables[1],
-            plane_list=w.plane_pages.shape[2],
-        )
+    def argument(self) -> WeightsArgument:
+        """What the library takes; valid as long as the weights live."""
+        return self.weights.argument
 
     def contiguous(self) -> ContiguousBlock:
         """A copy without pages, at the width committed now.
@@ -235,25 +228,10 @@ class PagedExperts:
         shape = (self.hidden, self.inner) if index % 2 else (2 * self.inner, self.hidden)
         return PagedBlock(self.weights, self.first_block + index, *shape)
 
-    def argument(self, activation: int) -> LayerArgument:
-        """What the library takes; valid as long as this object lives."""
-        w, first = self.weights, self.first_block
-        return LayerArgument(
-            experts=self.experts,
-            hidden=self.hidden,
-            inner=self.inner,
-            activation=activation,
-            page_shift=w.page_shift,
-            min_bits=w.min_bits,
-            parent_bits=w.plane_pages.shape[1],
-            bits=w.bits.ctypes.data + first * w.bits.strides[0],
-            arena=w.arena.ctypes.data,
-            num_pages=w.num_pages,
-            plane_pages=w.plane_pages.ctypes.data + first * w.plane_pages.strides[0],
-            plane_list=w.plane_pages.shape[2],
-            table_pages=w.table_pages.ctypes.data + first * w.table_pages.strides[0],
-            table_list=w.table_pages.shape[2],
-        )
+    @property
+    def argument(self) -> WeightsArgument:
+        """What the library takes; valid as long as the weights live."""
+        return self.weights.argument
 
     @property
     def num_pages(self) -> int:

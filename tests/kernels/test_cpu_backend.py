@@ -84,6 +84,12 @@ def test_the_path_taken_is_the_fastest_measured():
     assert chosen.reason in str(chosen)
 
 
+@needs_compiler
+def test_where_there_is_a_compiler_the_source_compiles_and_a_compiled_path_is_taken():
+    assert backend().library is not None
+    assert "portable" in backend().available
+
+
 def test_the_paths_are_those_whose_instruction_sets_the_processor_names():
     flags = compile_module.processor_features().split()
     if not HAVE_COMPILER or "sse2" not in flags:

@@ -54,42 +54,44 @@ int path_count() { return kCount; }
 const char* path_name(int i) { return kChoices[i].path.name; }
 int path_runs_here(int i) { return kChoices[i].runs_here(); }
 
-// y[tokens, rows] = x[tokens, columns] times the block's weights transposed.
-int block_matmul(int choice, const Block* block, int64_t num_pages, int64_t table_list,
+// y[tokens, rows] = x[tokens, columns] times the transposed weights of block `index`.
+int block_matmul(int choice, const Weights* weights, int64_t index, int64_t rows, int64_t columns,
                  const float* x, int64_t tokens, float* y, int threads, Fault* fault) try {
   const Path& path = kChoices[choice].path;
-  if (!check_pages(*block, num_pages, table_list, fault)) return 1;
-  const int64_t wide = input_stride(block->columns);
+  Block block{};
+  if (!find_block(*weights, index, rows, columns, &block, fault)) return 1;
+  const int64_t wide = input_stride(columns);
   const Buffer<float> inputs(tokens * wide);
   std::vector<const float*> at(static_cast<size_t>(tokens));
   for (int64_t t = 0; t < tokens; ++t) {
-    path.arrange(path.order(block->bits), block->columns, x + t * block->columns,
-                 inputs + t * wide);
+    path.arrange(path.order(block.bits), columns, x + t * columns, inputs + t * wide);
     at[size_t(t)] = inputs + t * wide;
   }
   std::vector<ThreadMemory> memory;
-  for (int i = 0; i < threads; ++i) memory.emplace_back(block->columns);
+  for (int i = 0; i < threads; ++i) memory.emplace_back(columns);
   in_parallel(threads, [&](int part) {
-    path.rows(*block, share(block->rows, part, threads), share(block->rows, part + 1, threads),
-              at.data(), tokens, y, block->rows, memory[size_t(part)].scratch());
+    path.rows(block, share(rows, part, threads), share(rows, part + 1, threads), at.data(), tokens,
+              y, rows, memory[size_t(part)].scratch());
   });
   return 0;
 } catch (const std::exception&) {
-  fault->kind = kMemory;
+  fault->kind = kResources;
   return 1;
 }
 
 // out[tokens, hidden]; expert_index in [0, experts) was checked by the caller.
-int moe_layer(int choice, const Layer* layer, const float* x, int64_t tokens, int64_t top,
-              const int32_t* expert_index, const float* gate_weight, const float* expert_scale,
-              float* out, int threads, Fault* fault) try {
-  LayerCall call{kChoices[choice].path, *layer, x,       tokens, top, gate_weight,
-                 expert_scale,          out,    threads, {},     {},  {}};
+int moe_layer(int choice, const Weights* weights, int64_t first_block, int64_t experts,
+              int64_t hidden, int64_t inner, int32_t activation, const float* x, int64_t tokens,
+              int64_t top, const int32_t* expert_index, const float* gate_weight,
+              const float* expert_scale, float* out, int threads, Fault* fault) try {
+  const Layer layer{*weights, first_block, experts, hidden, inner, activation};
+  LayerCall call{kChoices[choice].path, layer, x,       tokens, top, gate_weight,
+                 expert_scale,          out,   threads, {},     {},  {}};
   if (!call.plan(expert_index, fault)) return 1;
   call.run();
   return 0;
 } catch (const std::exception&) {
-  fault->kind = kMemory;
+  fault->kind = kResources;
   return 1;
 }
 }

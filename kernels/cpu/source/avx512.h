@@ -62,8 +62,8 @@ void few_tokens(const Block& b, int64_t first, int64_t last, const float* const*
 
 // R decoded rows with T tokens over `columns` columns, onto the sums of the columns before.
 template <int R, int T>
-INLINE void tile(const float* w, int64_t w_stride, int64_t columns, const float* const* x,
-                 int64_t from, float* sums, bool first) {
+void tile(const float* w, int64_t w_stride, int64_t columns, const float* const* x, int64_t from,
+          float* sums, bool first) {
   __m512 sum[R][T][4];
 #pragma GCC unroll 4
   for (int r = 0; r < R; ++r)
@@ -122,37 +122,42 @@ INLINE void tile_of(int64_t t, const float* w, int64_t w_stride, int64_t columns
   else tile<R, 1>(w, w_stride, columns, x, from, sums, first);
 }
 
-// Many tokens: a few rows are decoded once and meet every token, a stretch of columns at a time so
-// that rows and inputs stay in the first-level cache; the sums wait in memory between stretches.
-template <int Q>
-void many_tokens(const Block& b, int64_t first, int64_t last, const float* const* x, int64_t tokens,
-                 float* y, int64_t y_stride, const Scratch& scratch) {
-  const int64_t stride = weight_stride(b.columns), columns = (b.columns + 63) / 64 * 64;
-  for (int64_t n = first; n < last; n += kRowTile) {
-    const int64_t here = last - n < kRowTile ? last - n : kRowTile;
-    for (int64_t r = 0; r < here; ++r) {
-      Store store{scratch.weights + r * stride};
-      row_values<Q>(locate(b, n + r, scratch.side), b.columns, b.row_bytes, store);
-    }
-    for (int64_t group = 0; group < tokens; group += kTokenTile) {
-      const int64_t end = tokens - group < kTokenTile ? tokens : group + kTokenTile;
-      for (int64_t k = 0; k < columns; k += kStretch) {
-        const int64_t wide = columns - k < kStretch ? columns - k : kStretch;
-        float* sums = scratch.sums;
-        for (int64_t t = group; t < end; t += 3) {
-          const int64_t t_here = end - t < 3 ? end - t : 3;
-          for (int64_t r = 0; r < here; r += 2) {
-            const int64_t r_here = here - r < 2 ? here - r : 2;
-            const float* w = scratch.weights + r * stride + k;
-            if (r_here == 2) tile_of<2>(t_here, w, stride, wide, x + t, k, sums, k == 0);
-            else tile_of<1>(t_here, w, stride, wide, x + t, k, sums, k == 0);
-            if (k + wide == columns)
-              finish(sums, r_here, t_here, y + t * y_stride + n + r, y_stride);
-            sums += r_here * t_here * 64;
-          }
+// `here` decoded rows with every token, a stretch of columns at a time so that rows and inputs stay
+// in the first-level cache; the sums wait in memory between stretches.
+static void multiply_rows(int64_t here, int64_t all_columns, const float* const* x, int64_t tokens,
+                          float* y, int64_t y_stride, const Scratch& scratch) {
+  const int64_t stride = weight_stride(all_columns), columns = (all_columns + 63) / 64 * 64;
+  for (int64_t group = 0; group < tokens; group += kTokenTile) {
+    const int64_t end = tokens - group < kTokenTile ? tokens : group + kTokenTile;
+    for (int64_t k = 0; k < columns; k += kStretch) {
+      const int64_t wide = columns - k < kStretch ? columns - k : kStretch;
+      float* sums = scratch.sums;
+      for (int64_t t = group; t < end; t += 3) {
+        const int64_t t_here = end - t < 3 ? end - t : 3;
+        for (int64_t r = 0; r < here; r += 2) {
+          const int64_t r_here = here - r < 2 ? here - r : 2;
+          const float* w = scratch.weights + r * stride + k;
+          if (r_here == 2) tile_of<2>(t_here, w, stride, wide, x + t, k, sums, k == 0);
+          else tile_of<1>(t_here, w, stride, wide, x + t, k, sums, k == 0);
+          if (k + wide == columns) finish(sums, r_here, t_here, y + t * y_stride + r, y_stride);
+          sums += r_here * t_here * 64;
         }
       }
     }
+  }
+}
+
+// Many tokens: a few rows are decoded once, into memory.
+template <int Q>
+void many_tokens(const Block& b, int64_t first, int64_t last, const float* const* x, int64_t tokens,
+                 float* y, int64_t y_stride, const Scratch& scratch) {
+  for (int64_t n = first; n < last; n += kRowTile) {
+    const int64_t here = last - n < kRowTile ? last - n : kRowTile;
+    for (int64_t r = 0; r < here; ++r) {
+      Store store{scratch.weights + r * weight_stride(b.columns)};
+      row_values<Q>(locate(b, n + r, scratch.side), b.columns, b.row_bytes, store);
+    }
+    multiply_rows(here, b.columns, x, tokens, y + n, y_stride, scratch);
   }
 }
 

@@ -2,70 +2,14 @@
 #pragma once
 #include <algorithm>
 
+#include "weights.h"
 #include "work.h"
 
-struct Fault {
-  int32_t kind;   // 0 none, 1 width, 2 page id, 3 memory
-  int32_t plane;  // -1: the table
-  int64_t block, index, found;
-};
-enum FaultKind : int32_t { kNone = 0, kWidth = 1, kPage = 2, kMemory = 3 };
-
 struct Layer {
-  int64_t experts, hidden, inner;
-  int32_t activation, page_shift, min_bits, parent_bits;
-  const int32_t* bits;  // [2E], block 2e + module
-  const uint8_t* arena;
-  int64_t num_pages;
-  const int32_t* plane_pages;  // [2E, parent_bits, plane_list]
-  int64_t plane_list;
-  const int32_t* table_pages;  // [2E, parent_bits - min_bits + 1, table_list]
-  int64_t table_list;
-  const uint8_t* const* planes;  // [2E], contiguous form
-  const uint8_t* const* tables;  // [2E], contiguous form, of the committed width
+  const Weights& weights;
+  int64_t first_block, experts, hidden, inner;
+  int32_t activation;
 };
-
-// Every page a block's rows will touch must lie in the arena.
-inline bool check_pages(const Block& b, int64_t num_pages, int64_t table_list, Fault* fault) {
-  if (b.page_shift < 0) return true;
-  const auto used = [&](int64_t bytes) { return ((bytes - 1) >> b.page_shift) + 1; };
-  for (int p = -1; p < b.bits; ++p) {
-    const int32_t* pages = p < 0 ? b.table_pages : b.plane_pages + p * b.plane_list;
-    const int64_t n = used(p < 0 ? b.rows << (b.bits + 1) : b.rows * b.row_bytes);
-    const int64_t listed = p < 0 ? table_list : b.plane_list;
-    for (int64_t i = 0; i < n; ++i)
-      if (i >= listed || pages[i] < 0 || pages[i] >= num_pages) {
-        fault->kind = kPage, fault->plane = p, fault->index = i;
-        fault->found = i < listed ? pages[i] : -1;
-        return false;
-      }
-  }
-  return true;
-}
-
-inline bool layer_block(const Layer& l, int64_t block, Block* b, Fault* fault) {
-  const bool gate_up = block % 2 == 0;
-  fault->block = block;
-  b->bits = l.bits[block];
-  if (b->bits < l.min_bits || b->bits > l.parent_bits) {
-    fault->kind = kWidth, fault->found = b->bits;
-    return false;
-  }
-  b->page_shift = l.page_shift;
-  b->rows = gate_up ? 2 * l.inner : l.hidden;
-  b->columns = gate_up ? l.hidden : l.inner;
-  b->row_bytes = (b->columns + 31) / 32 * 4;
-  if (l.page_shift < 0) {
-    b->planes = l.planes[block], b->table = l.tables[block];
-    return true;
-  }
-  b->planes = l.arena;
-  b->plane_list = l.plane_list;
-  b->plane_pages = l.plane_pages + block * l.parent_bits * l.plane_list;
-  const int64_t tables = l.parent_bits - l.min_bits + 1;
-  b->table_pages = l.table_pages + (block * tables + b->bits - l.min_bits) * l.table_list;
-  return check_pages(*b, l.num_pages, l.table_list, fault);
-}
 
 // A run of tokens of one expert; groups of runs share the buffers between the two matrices.
 struct Run {
@@ -102,7 +46,9 @@ struct LayerCall {
       const int64_t end = first[size_t(e) + 1];
       if (first[size_t(e)] == end) continue;
       for (int m = 0; m < 2; ++m)
-        if (!layer_block(l, 2 * e + m, &blocks[size_t(2 * e + m)], fault)) return false;
+        if (!find_block(l.weights, l.first_block + 2 * e + m, m ? l.hidden : 2 * l.inner,
+                        m ? l.inner : l.hidden, &blocks[size_t(2 * e + m)], fault))
+          return false;
       uses[path.order(blocks[size_t(2 * e)].bits)] = true;
       for (int64_t s = first[size_t(e)]; s < end; s += kGroupSlots) {
         const int64_t count = std::min(kGroupSlots, end - s);
@@ -123,6 +69,8 @@ struct LayerCall {
         product(held * l.hidden);
     std::vector<ThreadMemory> memory;
     for (int i = 0; i < threads; ++i) memory.emplace_back(std::max(l.hidden, l.inner));
+    std::vector<std::vector<const float*>> at(static_cast<size_t>(threads),
+                                              std::vector<const float*>(static_cast<size_t>(held)));
     Barrier barrier(threads);
     in_parallel(threads, [&](int part) {
       const Scratch scratch = memory[size_t(part)].scratch();
@@ -137,7 +85,7 @@ struct LayerCall {
         for (int o = 0; o < 2; ++o)
           if (uses[o]) path.arrange(o, l.hidden, x + t * l.hidden, inputs[o] + t * wide);
       }
-      std::vector<const float*> rows(static_cast<size_t>(held));
+      std::vector<const float*>& rows = at[size_t(part)];
       for (size_t from = 0, to; from < runs.size(); from = to) {
         for (to = from + 1; to < runs.size() && !runs[to].starts_group;) ++to;
         const int64_t base = runs[from].begin;

@@ -62,11 +62,34 @@ class Barrier {
   std::condition_variable all_;
 };
 
-// work(i) for i in [0, threads), i = 0 on the caller's thread.
+// work(i) for i in [0, threads), i = 0 on the caller's thread. None begins before all are started:
+// if the system refuses one, the others end without having worked and the refusal is thrown.
 inline void in_parallel(int threads, const std::function<void(int)>& work) {
   std::vector<std::thread> started;
   started.reserve(size_t(threads));
-  for (int i = 1; i < threads; ++i) started.emplace_back(work, i);
+  std::mutex mutex;
+  std::condition_variable decided;
+  enum { kWait, kGo, kCancel } state = kWait;
+  const auto decide = [&](auto to) {
+    const std::lock_guard<std::mutex> lock(mutex);
+    state = to;
+    decided.notify_all();
+  };
+  try {
+    for (int i = 1; i < threads; ++i)
+      started.emplace_back([&, i] {
+        {
+          std::unique_lock<std::mutex> lock(mutex);
+          decided.wait(lock, [&] { return state != kWait; });
+        }
+        if (state == kGo) work(i);
+      });
+  } catch (...) {
+    decide(kCancel);
+    for (auto& thread : started) thread.join();
+    throw;
+  }
+  decide(kGo);
   work(0);
   for (auto& thread : started) thread.join();
 }
