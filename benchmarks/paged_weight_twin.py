@@ -30,7 +30,8 @@ from twin.clock import call_at, cyclic_collector_off
 from twin.paged_weight_engine import PagedWeightEngine
 from twin.paged_weight_log import PagedWeightRun
 from twin.paged_weight_model import PagedWeightModel, build_model
-from twin.paged_weight_weights import FixedWeights, MovingWeights
+from twin.paged_weight_moving import MovingWeights
+from twin.paged_weight_weights import FixedWeights
 from twin.workload import OpenLoopRequests, resolve_workload
 
 RESULTS = Path(__file__).parent / "results" / "paged_weight_twin.json"

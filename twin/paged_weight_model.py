@@ -10,6 +10,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from models.hardware import Device, find_device
+from models.hardware_settings import Hardware
 from models.llm_catalog import load_llm
 from models.llm_shape import LlmShape
 from models.moe_step_time import FULL_BITS, MoeStepTime, StepRates
@@ -21,7 +22,7 @@ from models.plane_bytes import (
     plane_bytes,
     table_bytes,
 )
-from models.precision_settings import Hardware, PagedWeightScenario, Precision
+from models.precision_settings import PagedWeightScenario, Precision
 from models.strict_tables import ScenarioError
 from models.weight_memory import full_expert_bytes, other_bytes
 from policies.precision_state import PrecisionSettings

@@ -22,7 +22,8 @@ from twin.paged_weight_experiment import run_paged_weight
 from twin.paged_weight_files import paged_weight_record
 from twin.paged_weight_log import PagedWeightRun
 from twin.paged_weight_model import PagedWeightModel, build_model
-from twin.paged_weight_weights import DoesNotFitError, MovingWeights
+from twin.paged_weight_moving import MovingWeights
+from twin.paged_weight_weights import DoesNotFitError
 from twin.replay import replay_log
 from twin.workload import OpenLoopRequests, resolve_workload
 
@@ -348,7 +349,8 @@ def test_the_same_scenario_and_seed_give_the_same_bytes(tmp_path):
     asked = scenario(tmp_path, precision={"compare": ["uniform", 3]})
     first, second = (paged_weight_record(run_paged_weight(asked), plots=True) for _ in range(2))
     assert first.files == second.files
-    assert first.summary == second.summary
+    same = [name for name in first.summary if name != "commit"]  # may move while this runs
+    assert [first.summary[name] for name in same] == [second.summary[name] for name in same]
     other = run_paged_weight(scenario(tmp_path, run={"seed": 4}))
     assert other.summary["policies"][0] != first.summary["policies"][0]
 
