@@ -8,12 +8,12 @@ constexpr int kManyFlag = 16, kCodeShift = 5;  // of an entry of `order`: expert
 struct Plan {
   int* base;
   int experts, max_slots, groups;
-  // [E + 1] first slot of each expert; slots are ordered by expert, then token, then choice
-  __device__ int* first_slot() const { return base; }
   // [1] experts with tokens
-  __device__ int* active() const { return base + experts + 1; }
+  __device__ int* active() const { return base; }
   // [2] work items of gate_up and of down taken, beyond two a block
-  __device__ int* queue(int module) const { return base + experts + 2 + module; }
+  __device__ int* queue(int module) const { return base + 1 + module; }
+  // [E + 1] first slot of each expert; slots are ordered by expert, then token, then choice
+  __device__ int* first_slot() const { return base + 3; }
   // [2][E] codes of the active experts, most work first
   __device__ int* order(int module) const { return base + experts + 4 + module * experts; }
   // [S] token * top_k + choice of a slot

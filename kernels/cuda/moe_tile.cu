@@ -22,16 +22,18 @@ __host__ __device__ constexpr int blocks_per_sm(int token_blocks, bool many) { r
 struct Turn {
   Work work;
   int next;                // index of the next item
+  int groups, items;       // items of one expert, of all
   int next_code[kWarps];   // its entry of `order`, 0: there is none; a copy for each warp
+  int pass[kWarps];        // of the present item, that each warp is at
   unsigned ids[kWarps][8]; // page ids of a warp's planes
 };
 constexpr int kTurnBytes = 512;  // keeps what follows aligned
 static_assert(sizeof(Turn) <= kTurnBytes, "room of a turn");
 
-TILE_INLINE void take(Turn& turn, const Layer& l, const Plan& plan, int module, int code, int item, int groups, int next) {
+TILE_INLINE void take(Turn& turn, const Layer& l, const Plan& plan, int module, int code, int item, int next) {
   const int expert = code >> kCodeShift, first_slot = plan.first_slot()[expert];
   const int tokens = plan.first_slot()[expert + 1] - first_slot;
-  turn.work = Work{expert, l.first_block + 2 * expert + module, code & 15, first_slot, tokens, item % groups};
+  turn.work = Work{expert, l.first_block + 2 * expert + module, code & 15, first_slot, tokens, item % turn.groups};
   turn.next = next;
 }
 
@@ -48,8 +50,6 @@ template <int MODULE, int NB, bool MANY> TILE_INLINE void all_items(const Layer&
   Stream stream;
   stream.ring = shared + warp * kRing;
   stream.ids = turn.ids[warp];
-  auto item_groups = [&] { return (l.row_tiles + l.item_tiles - 1) / l.item_tiles; };
-  auto num_items = [&] { return *plan.active() * item_groups(); };
   // Start the copies of this warp's first row tile of a pass.
   auto start = [&](int block, int bits, bool many, int group, int pass) {
     const Share share = Share::of(l, bits);
@@ -58,7 +58,7 @@ template <int MODULE, int NB, bool MANY> TILE_INLINE void all_items(const Layer&
     Stream::prologue(stream, l, bits, block, row_tile, many ? 0 : share.first, count, ring_stages(bits, kRing));
   };
   auto start_item = [&](int code, int item) {
-    start(l.first_block + 2 * (code >> kCodeShift) + MODULE, code & 15, MANY && (code & kManyFlag), item % item_groups(), 0);
+    start(l.first_block + 2 * (code >> kCodeShift) + MODULE, code & 15, MANY && (code & kManyFlag), item % turn.groups, 0);
   };
   // The next item's code was asked for when this one began; its planes set out before this one's sums are added up.
   auto start_next = [&] {
@@ -66,17 +66,21 @@ template <int MODULE, int NB, bool MANY> TILE_INLINE void all_items(const Layer&
     __syncwarp();
     if (turn.next_code[warp]) start_item(turn.next_code[warp], turn.next);
   };
-  if ((int)blockIdx.x >= num_items()) return;
-  {
-    const int code = plan.order(MODULE)[blockIdx.x / item_groups()];
-    start_item(code, blockIdx.x);
-    if (threadIdx.x == 0) take(turn, l, plan, MODULE, code, blockIdx.x, item_groups(), blockIdx.x + gridDim.x);
+  const int groups = (l.row_tiles + l.item_tiles - 1) / l.item_tiles, items = *plan.active() * groups;
+  if ((int)blockIdx.x >= items) return;
+  if ((threadIdx.x & 31) == 0) turn.pass[warp] = 0;
+  if (threadIdx.x == 0) {
+    turn.groups = groups;
+    turn.items = items;
+    take(turn, l, plan, MODULE, plan.order(MODULE)[blockIdx.x / groups], blockIdx.x, blockIdx.x + gridDim.x);
   }
+  __syncthreads();
+  start(w.block, w.bits, MANY && w.tokens > kFewTokens, w.group, 0);
   for (;;) {
     __syncthreads();
     if ((threadIdx.x & 31) == 0) {
-      const bool more = turn.next < num_items();
-      ptx_cp_async4(turn.next_code + warp, plan.order(MODULE) + (more ? turn.next / item_groups() : 0), more);
+      const bool more = turn.next < turn.items;
+      ptx_cp_async4(turn.next_code + warp, plan.order(MODULE) + (more ? turn.next / turn.groups : 0), more);
     }
     if (MANY && w.tokens > kFewTokens) {
       if constexpr (MANY) {
@@ -85,13 +89,13 @@ template <int MODULE, int NB, bool MANY> TILE_INLINE void all_items(const Layer&
       }
     } else {
 #pragma unroll 1
-      for (int pass = 0, last = 0; !last; ++pass) {
+      for (bool last = false; !last;) {
         float sum[NB][2];
 #pragma unroll
         for (int nb = 0; nb < NB; ++nb) sum[nb][0] = sum[nb][1] = 0.0f;
-#define FEW_TOKENS(Q) if constexpr ((WIDTHS >> Q) & 1) few_tokens<MODULE, Q, NB, kRing>(l, w, plan, stream, tables, pass, sum)
+#define FEW_TOKENS(Q) if constexpr ((WIDTHS >> Q) & 1) few_tokens<MODULE, Q, NB, kRing>(l, w, plan, stream, tables, turn.pass[warp], sum)
         EACH_WIDTH(w.bits, FEW_TOKENS)
-        const int lane = opaque(threadIdx.x) & 31;
+        const int lane = opaque(threadIdx.x) & 31, pass = turn.pass[warp];
         const Share share = Share::of(l, w.bits);
         const int row_tile = share.row_tile(l, w.group, pass);
         float scale[2] = {0.0f, 0.0f};
@@ -110,15 +114,16 @@ template <int MODULE, int NB, bool MANY> TILE_INLINE void all_items(const Layer&
         else start_next();
         __syncthreads();
         finish_pass<MODULE, NB>(l, w, plan, sums, gates, pass);
+        if (lane == 0) turn.pass[warp] = last ? 0 : pass + 1;
         __syncthreads();
       }
     }
     const int taken = threadIdx.x == 0 ? atomicAdd(plan.queue(MODULE), 1) : 0;
-    finish_item<MODULE>(l, w, plan);
+    finish_item<MODULE>(l, w);
     __syncthreads();
     const int code = turn.next_code[0];
     if (!code) return;
-    if (threadIdx.x == 0) take(turn, l, plan, MODULE, code, turn.next, item_groups(), taken + 2 * gridDim.x);
+    if (threadIdx.x == 0) take(turn, l, plan, MODULE, code, turn.next, taken + 2 * gridDim.x);
   }
 }
 
