@@ -119,7 +119,7 @@ template <int MODULE, int NB, bool MANY> TILE_INLINE void all_items(const Layer&
       }
     }
     const int taken = threadIdx.x == 0 ? atomicAdd(plan.queue(MODULE), 1) : 0;
-    finish_item<MODULE>(l, w);
+    finish_item<MODULE>(l, w, turn.groups);
     __syncthreads();
     const int code = turn.next_code[0];
     if (!code) return;

@@ -71,11 +71,11 @@ TILE_INLINE float combined(const float* rows, const Plan& plan, int top_k, int t
 }
 
 // The last item of 256 values of h turns them to int8 terms; the last item of a group of rows adds the slots up.
-template <int MODULE> TILE_INLINE void finish_item(const Layer& l, const Work& w) {
+// items: of one expert.
+template <int MODULE> TILE_INLINE void finish_item(const Layer& l, const Work& w, int items) {
   const Plan plan{l.plan, opaque(l.experts), l.max_slots, opaque(l.groups)};  // offsets made here, not kept over the item
   if constexpr (MODULE == GATE_UP) {
-    const int items = (l.row_tiles + l.item_tiles - 1) / l.item_tiles;
-    const int per_group = 32 / l.item_tiles, group = w.group / per_group;
+    const int per_group = 32 / opaque(l.item_tiles), group = w.group / per_group;
     int* ticket = plan.group_tickets() + w.expert * l.groups + group;
     if (!last_to_come(ticket, min(per_group, items - group * per_group))) return;
     const int lane = threadIdx.x & 31, warp = threadIdx.x >> 5;
