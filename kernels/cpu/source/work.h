@@ -112,10 +112,11 @@ inline float exponential(float x) {
   p = p * r + 1.6666665459e-1f;
   p = p * r + 5.0000001201e-1f;
   p = p * r * r + r + 1.0f;
-  int32_t bits;
+  uint32_t bits;
   std::memcpy(&bits, &shifted, 4);
-  const int32_t power = bits - 0x4b400000, half = power >> 1;
-  const int32_t a = (half + 127) << 23, b = (power - half + 127) << 23;
+  // 2^n as two powers of two, each in range; a NaN gives any two and stays NaN in p.
+  const uint32_t power = bits - 0x4b400000u, half = uint32_t(int32_t(power) >> 1);
+  const uint32_t a = (half + 127u) << 23, b = (power - half + 127u) << 23;
   float first, second;
   std::memcpy(&first, &a, 4);
   std::memcpy(&second, &b, 4);
