@@ -149,7 +149,7 @@ def policy_tables(summary: Mapping[str, Any], plain: bool, *, wide: bool) -> lis
     """All policies: one wide table, or two narrow ones."""
     rows = summary["policies"]
     has_target = any(row["fits"] and row["good_share"] is not None for row in rows)
-    service = ["req/s", "TTFT p50", "p99", "TPOT p50", "p99", "preempted"]
+    service = ["req/s", "TTFT p50", "p99", "TPOT p50", "p99", "preempts"]
     service += ["good"] if has_target else []
     memory = ["KV tokens", "bits", "least", "damage", "per token", "copied"]
     title = "The same requests under every policy"
@@ -169,7 +169,7 @@ def policy_tables(summary: Mapping[str, Any], plain: bool, *, wide: bool) -> lis
 
 
 def _unfit(row: Mapping[str, Any]) -> list[str]:
-    return ["too large"]
+    return ["too big"]
 
 
 def _service(row: Mapping[str, Any], has_target: bool) -> list[str]:
