@@ -13,7 +13,7 @@ from rich.text import Text
 from twin.report import count, duration, new_table, percent, print_warnings, rate
 
 GIGA = 1e9
-WIDE_COLUMNS = 118
+WIDE_COLUMNS = 140
 
 
 def print_paged_weight(summary: Mapping[str, Any], console: Console) -> None:

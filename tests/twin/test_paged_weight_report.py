@@ -130,8 +130,19 @@ def test_the_report_fits_its_width_and_has_every_policy(summary, width):
 
 
 def test_the_wide_report_is_one_table_and_the_narrow_one_two(summary):
-    assert "... and memory" in printed(summary, 100)
-    assert "... and memory" not in printed(summary, 120)
+    assert "... and memory" in printed(summary, 120)
+    assert "... and memory" not in printed(summary, 140)
+
+
+@pytest.mark.parametrize("width", [80, 120, 140])
+def test_no_row_of_the_tables_of_policies_is_folded(summary, width):
+    lines = printed(summary, width).splitlines()
+    rows = [line for line in lines if line.startswith("|")]
+    tables = 1 if width == 140 else 2
+    for policy in summary["policies"]:
+        assert sum(row.startswith(f"|{policy['label']} ") for row in rows) == tables
+    headless = [row for row in rows if row[1:8].strip() == ""]
+    assert len(headless) <= 4  # folded facts of the first table only
 
 
 def test_a_budget_of_10_gb_leaves_the_published_cache_beside_3_bits():
