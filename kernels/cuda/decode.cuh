@@ -135,19 +135,21 @@ template <int Q> struct RegisterDecoder {
 // STRIDE bytes lead from one code to the next: 128 = a copy per lane, 32 = one per row pair g.
 template <int Q, int STRIDE> struct SharedDecoder {
   static constexpr int kTerms = table_terms(Q);
-  const unsigned char* word;  // of code 0, this lane
+  const unsigned char* tables;  // of all warps
+  unsigned offset;              // of this lane's word of code 0
 
-  DECODE_INLINE unsigned char* lane_word(unsigned char* table, int lane) {
-    return table + (STRIDE == 128 ? lane * 4 : (lane >> 2) * 4);
+  DECODE_INLINE void place(SharedDecoder& d, const unsigned char* tables, int index, int lane) {
+    d.tables = tables;
+    d.offset = index * (STRIDE << Q) + (STRIDE == 128 ? lane * 4 : (lane >> 2) * 4);
   }
   // Write the 16-byte pieces part, part + parts, ... of both rows' tables.
-  DECODE_INLINE void fill(unsigned char* mine, const unsigned char* first, const unsigned char* second, int part,
+  DECODE_INLINE void fill(const SharedDecoder& d, unsigned char* tables, const unsigned char* first, const unsigned char* second, int part,
                           int parts) {
     constexpr int kEntries = 16 / kTerms;
     for (int piece = part; piece < row_table_bytes(Q) / 16; piece += parts) {
       const uint4 x = ((const uint4*)first)[piece], y = ((const uint4*)second)[piece];
       const unsigned a[4] = {x.x, x.y, x.z, x.w}, b[4] = {y.x, y.y, y.z, y.w};
-      unsigned* out = (unsigned*)(mine + piece * kEntries * STRIDE);
+      unsigned* out = (unsigned*)(tables + d.offset + piece * kEntries * STRIDE);
 #pragma unroll
       for (int j = 0; j < kEntries; ++j) {
         if constexpr (kTerms == 2) out[j * STRIDE / 4] = ptx_prmt(a[j / 2], b[j / 2], j & 1 ? 0x7632 : 0x5410);
@@ -159,7 +161,7 @@ template <int Q, int STRIDE> struct SharedDecoder {
   template <int J> DECODE_INLINE unsigned entry(const SharedDecoder& d, unsigned x, int half) {
     constexpr int shift = Q - 8 + (STRIDE == 128 ? 7 : 5);
     const unsigned byte = ptx_prmt(x, 0, 0x4440 | J);
-    const unsigned char* p = d.word + (byte << shift);
+    const unsigned char* p = d.tables + (byte * (1u << shift) + d.offset);
     if constexpr (kTerms == 2) return ((const unsigned short*)p)[half];
     else return p[half];
   }

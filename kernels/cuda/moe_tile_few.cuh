@@ -71,10 +71,10 @@ TILE_INLINE void few_tokens(const Layer& l, const Work& w, const Plan& plan, Str
     if (!live) return;
     D::load(decoder, row_table(l, w, Q, row_tile * 16 + g), row_table(l, w, Q, row_tile * 16 + g + 8));
   } else {
-    unsigned char* mine = D::lane_word(tables + share.slot * (128 << Q), lane);
+    D::place(decoder, tables, share.slot, lane);
     if (live)
-      D::fill(mine, row_table(l, w, Q, row_tile * 16 + g), row_table(l, w, Q, row_tile * 16 + g + 8), share.part(), 1 << share.split_log2);
-    decoder.word = mine;
+      D::fill(decoder, tables, row_table(l, w, Q, row_tile * 16 + g), row_table(l, w, Q, row_tile * 16 + g + 8), share.part(),
+              1 << share.split_log2);
     __syncthreads();
     if (!live) return;
   }

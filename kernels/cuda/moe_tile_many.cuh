@@ -28,9 +28,9 @@ TILE_INLINE void decode_unit(const Layer& l, const Work& w, Stream& stream, unsi
   if constexpr (in_registers(Q)) {
     D::load(decoder, row_table(l, w, Q, row_tile * 16 + g), row_table(l, w, Q, row_tile * 16 + g + 8));
   } else {
-    unsigned char* mine = D::lane_word(tables + warp * (32 << Q), lane);
-    if (unit == 0) D::fill(mine, row_table(l, w, Q, row_tile * 16 + g), row_table(l, w, Q, row_tile * 16 + g + 8), 0, 1);
-    decoder.word = mine;
+    D::place(decoder, tables, warp, lane);
+    if (unit == 0)
+      D::fill(decoder, tables, row_table(l, w, Q, row_tile * 16 + g), row_table(l, w, Q, row_tile * 16 + g + 8), 0, 1);
   }
   ptx_cp_async_wait<kStages - 1>();
   __syncwarp();
