@@ -1,5 +1,8 @@
 """KV pages, the copy link and drifting experts of the paged-weight twin, each by itself."""
 
+import gzip
+import json
+
 import numpy as np
 import pytest
 from hypothesis import given, settings
@@ -66,18 +69,16 @@ def test_many_at_once_are_served_as_one_after_the_other_or_not_at_all(name, step
         ids = np.array([sequence for sequence, _ in step])
         now = np.array([held[sequence] for sequence, _ in step])
         added = np.array([count for _, count in step])
-        before = ledger.held_pages("kv")
+        for sequence in ids.tolist():
+            singly.leave_behind(sequence, held[sequence])
+        left = other.held_pages("kv")
         if together.reserve_all(ids, now, added):
-            assert all(
-                grow(singly, int(i), int(h), int(a))
-                for i, h, a in zip(ids, now, added, strict=True)
-            )
             for sequence, count in step:
+                assert singly.reserve(sequence, held[sequence], count)
                 held[sequence] += count
         else:
-            assert ledger.held_pages("kv") <= before  # windows may have moved on, nothing is taken
-            for sequence, tokens in held.items():
-                singly.leave_behind(sequence, tokens) if sequence in ids else None
+            assert ledger.held_pages("kv") == left  # windows have moved on, nothing is taken
+            assert ledger.free_pages < singly.pages_needed(now, added).sum()
         assert ledger.held_pages("kv") == other.held_pages("kv")
         ledger.check()
     for sequence in held:
@@ -192,6 +193,21 @@ def test_drift_has_the_spread_and_the_memory_that_were_asked_for():
     assert states.std() == pytest.approx(1.0, abs=0.03)
     lag = np.mean(states[10:] * states[:-10]) / states.var()
     assert lag == pytest.approx(np.exp(-1.0), abs=0.03)
+
+
+def test_default_popularity_spreads_like_measured_expert_counts(data_file):
+    """Experts that a batch touches and the load of the top tenth, Qwen3-30B-A3B."""
+    file = data_file("moe-qwen3-30b-a3b/coactivation_qwen3-30b-a3b.json.gz")
+    table = json.loads(gzip.decompress(file.read_bytes()))
+    heat = np.array([layer["heat"] for layer in table["layers"]], dtype=np.float64)
+    measured = heat / table["n_decode_tokens"]
+    layers, experts = heat.shape
+    one = ExpertTraffic(ExpertRouting(), layers, experts, table["k"], seed=1)
+    for tokens in (1, 8, 32):
+        touched = [float((1 - (1 - share) ** tokens).mean()) for share in (measured, one.now)]
+        assert touched[1] == pytest.approx(touched[0], rel=0.1)
+    top = [np.sort(share, axis=1)[:, -experts // 10 :].sum() for share in (measured, one.now)]
+    assert top[1] == pytest.approx(top[0], rel=0.1)
 
 
 def test_masses_are_those_of_equal_gates_that_add_up_to_one():
