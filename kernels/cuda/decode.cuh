@@ -19,6 +19,15 @@ __host__ __device__ constexpr int table_terms(int bits) { return bits >= 6 ? 2 :
 __host__ __device__ constexpr int row_table_bytes(int bits) { return table_terms(bits) << bits; }
 __host__ __device__ constexpr bool in_registers(int bits) { return bits <= 4; }
 
+// A value the compiler cannot follow: what a loop makes of it stays in the loop, and what one width makes of it out of
+// the registers of the others.
+DECODE_INLINE int opaque(int value) {
+#if !defined(CUEMU)
+  asm volatile("" : "+r"(value));
+#endif
+  return value;
+}
+
 // bits of a where mask is 1, of b elsewhere
 DECODE_INLINE unsigned select_bits(unsigned mask, unsigned a, unsigned b) { return ptx_lop3<0xCA>(mask, a, b); }
 
@@ -91,9 +100,11 @@ template <> struct RegisterTable<3> {
 
 template <> struct RegisterTable<4> {
   unsigned t[4][4];  // copy A: entry j is the table's entry at j rotated left by A within its four bits
+  unsigned fours;    // 0x44444444, in a register: an instruction holds one constant
   DECODE_INLINE void load(RegisterTable& r, const unsigned char* row) {
     const uint4 v = *(const uint4*)row;
     const unsigned w[4] = {v.x, v.y, v.z, v.w};
+    r.fours = opaque(0x44444444);
 #pragma unroll
     for (int j = 0; j < 4; ++j) r.t[0][j] = w[j];
 #pragma unroll
@@ -110,7 +121,7 @@ template <> struct RegisterTable<4> {
   }
   template <int A> DECODE_INLINE void lookup(const RegisterTable& r, const unsigned* p, unsigned& lo, unsigned& hi) {
     const unsigned n = gather_nibbles<A, 4>(p);
-    const unsigned s = n & 0x77777777u, m = ((n >> 1) & 0x44444444u) | 0x32103210u;
+    const unsigned s = n & 0x77777777u, m = ptx_lop3<0xEA>(n >> 1, r.fours, 0x32103210u);  // (n >> 1) & fours | ..
     const unsigned* t = r.t[A];
     lo = ptx_prmt(ptx_prmt(t[0], t[1], s), ptx_prmt(t[2], t[3], s), m);
     hi = ptx_prmt(ptx_prmt(t[0], t[1], s >> 16), ptx_prmt(t[2], t[3], s >> 16), m >> 16);

@@ -20,12 +20,12 @@ __host__ __device__ constexpr int blocks_per_sm(int token_blocks, bool many) { r
 
 // What the whole block knows of its present item and of the next; in shared memory, for registers are dear.
 struct Turn {
+  unsigned ids[kWarps][8];  // page ids of a warp's planes, read 16 bytes at a time
   Work work;
-  int next;                // index of the next item
-  int groups, items;       // items of one expert, of all
-  int next_code[kWarps];   // its entry of `order`, 0: there is none; a copy for each warp
-  int pass[kWarps];        // of the present item, that each warp is at
-  unsigned ids[kWarps][8]; // page ids of a warp's planes
+  int next;                 // index of the next item
+  int groups, items;        // items of one expert, of all
+  int next_code[kWarps];    // of `order`, 0: there is no next item; a copy for each warp
+  int pass[kWarps];         // of the present item, that each warp is at
 };
 constexpr int kTurnBytes = 512;  // keeps what follows aligned
 static_assert(sizeof(Turn) <= kTurnBytes, "room of a turn");

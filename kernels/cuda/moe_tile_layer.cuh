@@ -45,15 +45,6 @@ struct Work {  // one item, the same for the whole block
   int expert, block, bits, first_slot, tokens, group;
 };
 
-// A value the compiler cannot follow: what a loop makes of it stays in the loop, and what one width makes of it out of
-// the registers of the others.
-TILE_INLINE int opaque(int value) {
-#if !defined(CUEMU)
-  asm volatile("" : "+r"(value));
-#endif
-  return value;
-}
-
 TILE_INLINE int units_of(const Layer& l) { return l.full_units + l.half_unit; }
 
 // Place `byte` of a stream whose page ids begin at list[first].

@@ -3,6 +3,18 @@
 #include "moe_tile_layer.cuh"
 
 constexpr int kMaxStages = 8;
+constexpr int kMaxPlanes = 8;
+
+// from + a * b in one instruction, which the compiler would take apart
+TILE_INLINE const unsigned char* multiply_add(unsigned a, unsigned b, const unsigned char* from) {
+#if defined(CUEMU)
+  return from + (size_t)a * b;
+#else
+  unsigned long long sum;
+  asm("mad.wide.u32 %0, %1, %2, %3;" : "=l"(sum) : "r"(a), "r"(b), "l"(from));
+  return (const unsigned char*)sum;
+#endif
+}
 
 // Units in flight in a ring: 8 of 2 bits or 2 of 8 bits in 8 KiB.
 __host__ __device__ constexpr int ring_stages(int bits, int ring_bytes) {
@@ -30,9 +42,12 @@ struct Stream {
     }
     unsigned char* to = s.ring + stage * (bits * kUnitBytes) + lane * 16;
     const unsigned char* from = l.arena + (byte & ((1u << l.page_shift) - 1)) + lane * (half ? 8 : 16);
+    const uint4 low = ((const uint4*)s.ids)[0], high = bits > 4 ? ((const uint4*)s.ids)[1] : low;
+    const unsigned ids[8] = {low.x, low.y, low.z, low.w, high.x, high.y, high.z, high.w};
 #pragma unroll
-    for (int p = 0; p < bits; ++p) {
-      const unsigned char* plane = from + (size_t)s.ids[p] * (1u << l.page_shift);
+    for (int p = 0; p < kMaxPlanes; ++p) {
+      if (p >= bits) break;
+      const unsigned char* plane = multiply_add(ids[p], 1u << l.page_shift, from);
       if (half) ptx_cp_async8(to + p * kUnitBytes, plane);  // where the first tile of a full unit would be
       else ptx_cp_async16(to + p * kUnitBytes, plane);
     }
