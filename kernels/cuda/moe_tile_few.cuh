@@ -54,11 +54,11 @@ TILE_INLINE void multiply_pair(const D& decoder, const unsigned planes[2][Q], co
   multiply_step<Q, NB, 2 * PAIR + 1>(decoder, planes, b, acc, blocks);
 }
 
-// sum[block][row g or g + 8] of token 4 block + t over this warp's share of one row tile, without row scales.
-// The first units of the share must be under way (Stream::prologue).
+// result[block][row g or g + 8] of token 4 block + t over this warp's share of one row tile, without row scales.
+// Not touched past the last row tile. The first units of the share must be under way (Stream::prologue).
 template <int MODULE, int Q, int NB, int RING>
 TILE_INLINE void few_tokens(const Layer& l, const Work& w, const Plan& plan, Stream& stream, unsigned char* tables, int pass,
-                            float sum[NB][2]) {
+                            float result[NB][2]) {
   constexpr int kStages = ring_stages(Q, RING);
   constexpr bool kBothTiles = NB == 1 || (NB == 2 && Q < 7);  // as registers allow
   typedef Decoder<Q, 128> D;
@@ -85,6 +85,9 @@ TILE_INLINE void few_tokens(const Layer& l, const Work& w, const Plan& plan, Str
     scale_unit[nb] = activation_row<MODULE>(l, w, plan, 4 * nb + t) * units + share.first;
   }
   const signed char* x = l.x + t * 32 + (g & 1) * 16;
+  float sum[NB][2];
+#pragma unroll
+  for (int nb = 0; nb < NB; ++nb) sum[nb][0] = sum[nb][1] = 0.0f;
   stream.page = ~0u;  // looked up again, rather than kept in a register by all widths
   int stage = 0;
   for (int i = 0; i < share.count; ++i) {
@@ -119,5 +122,10 @@ TILE_INLINE void few_tokens(const Layer& l, const Work& w, const Plan& plan, Str
       sum[nb][0] += x_scale * whole<table_terms(Q)>(acc[nb], 0);
       sum[nb][1] += x_scale * whole<table_terms(Q)>(acc[nb], 1);
     }
+  }
+#pragma unroll
+  for (int nb = 0; nb < NB; ++nb) {
+    result[nb][0] = sum[nb][0];
+    result[nb][1] = sum[nb][1];
   }
 }
