@@ -43,9 +43,12 @@ INLINE __m128 totals(__m512 a, __m512 b, __m512 c, __m512 d) {
 template <int Q, int T>
 void few_tokens(const Block& b, int64_t first, int64_t last, const float* const* x, float* y,
                 int64_t y_stride, const Scratch& scratch) {
-  for (int64_t n = first; n < last; ++n) {
+  // The cursor saves a tenth at q <= 4; above, registers are short and it costs more than it saves.
+  using Rows = std::conditional_t<Q <= 4, RowCursor<Q>, RowFinder>;
+  Rows rows(b, first, scratch.side);
+  for (int64_t n = first; n < last; ++n, rows.next()) {
     Sums<T> sums{x, {}};
-    row_values<Q>(locate(b, n, scratch.side), b.columns, b.row_bytes, sums);
+    row_values<Q>(rows.row(), b.columns, b.row_bytes, sums);
     for (int t = 0; t < T; t += 4) {
       const __m512 v = joined(sums.of[t]), zero = _mm512_setzero_ps();
       const __m128 four = totals(v, t + 1 < T ? joined(sums.of[t + 1]) : zero,

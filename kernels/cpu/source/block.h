@@ -7,6 +7,7 @@
 #pragma once
 #include <cstdint>
 #include <cstring>
+#include <type_traits>
 
 constexpr int kMaxBits = 8;
 
@@ -67,6 +68,54 @@ inline Row locate(const Block& b, int64_t row, uint8_t* side) {
   r.table = reinterpret_cast<const uint16_t*>(paged_byte(b, b.table_pages, table_start));
   return r;
 }
+
+// Rows one after the other, each found anew.
+class RowFinder {
+ public:
+  RowFinder(const Block& b, int64_t row, uint8_t* side) : b_(b), row_(row), side_(side) {}
+  Row row() const { return locate(b_, row_, side_); }
+  void next() { ++row_; }
+
+ private:
+  const Block& b_;
+  int64_t row_;
+  uint8_t* side_;
+};
+
+// Rows of Q bits one after the other; within a page, going on is an addition per plane.
+template <int Q>
+class RowCursor {
+ public:
+  RowCursor(const Block& b, int64_t row, uint8_t* side) : b_(b), side_(side) { find(row); }
+  const Row& row() const { return at_; }
+  void next() {
+    if (++row_ == until_) {
+      if (row_ < b_.rows) find(row_);
+      return;
+    }
+#pragma GCC unroll 8
+    for (int p = 0; p < Q; ++p) at_.plane[p] += b_.row_bytes;
+    at_.table += 1 << Q;
+  }
+
+ private:
+  void find(int64_t row) {
+    row_ = row, until_ = b_.rows, at_ = locate(b_, row, side_);
+    if (b_.page_shift < 0) return;
+    const int64_t page_bytes = int64_t(1) << b_.page_shift;
+    const int64_t left = page_bytes - (row * b_.row_bytes & (page_bytes - 1));
+    const int64_t whole = left / b_.row_bytes;  // 0: this row straddles
+    const int64_t per_page = page_bytes >> (b_.bits + 1);
+    const int64_t tables_end = (row / per_page + 1) * per_page;
+    until_ = row + (whole ? whole : 1);
+    if (until_ > tables_end) until_ = tables_end;
+  }
+
+  const Block& b_;
+  uint8_t* side_;
+  Row at_;
+  int64_t row_, until_;
+};
 
 // Memory of one thread, aligned to 64 bytes.
 struct Scratch {
