@@ -3,11 +3,13 @@
 One step: widths commit and the policy speaks; waiting prompts are admitted while their pages can
 be had; every running sequence gets room for its next token; one pass of the decoder. Pages that
 the KV cache cannot get make the policy drop bits at once; if every block is at its floor, the
-youngest sequence gives its pages up and is computed again later.
+youngest sequence gives its pages up and is computed again later. A sequence that does not fit even
+alone is refused, and the loop goes on with the others.
 """
 
 from __future__ import annotations
 
+import operator
 from collections import deque
 from collections.abc import Callable, Iterable
 from dataclasses import dataclass, field
@@ -55,7 +57,10 @@ class Sequence:
 
 @dataclass(frozen=True, slots=True)
 class StepReport:
-    """Tokens computed and generated in a step; sequences finished, held back, preempted."""
+    """Tokens computed and generated in a step; sequences finished, held back, preempted.
+
+    ``refused`` are sequences that outgrew the arena alone, with every block at its floor.
+    """
 
     step: int
     computed_tokens: int
@@ -64,6 +69,7 @@ class StepReport:
     held_back: int
     preempted: int
     finished: tuple[Sequence, ...]
+    refused: tuple[Sequence, ...]
 
 
 @dataclass(slots=True)
@@ -98,9 +104,10 @@ class DecodeLoop:
         """Queue a prompt.
 
         Raises:
+            TypeError: If a token is no whole number.
             ValueError: If the prompt is empty, a token is unknown, or nothing is to be generated.
         """
-        tokens = [int(token) for token in prompt]
+        tokens = [operator.index(token) for token in prompt]
         vocabulary = self.decoder.config.vocabulary
         if not tokens or max_tokens < 1:
             raise ValueError("a prompt needs at least one token and max_tokens >= 1")
@@ -112,18 +119,14 @@ class DecodeLoop:
         return sequence
 
     def step(self) -> StepReport:
-        """One pass over everything that can be computed now.
-
-        Raises:
-            RuntimeError: If a single sequence alone does not fit into the arena.
-        """
+        """One pass over everything that can be computed now."""
         step = self.steps
         self.steps += 1
         if self.control is not None:
             self.control.boundary(step, self._forecast_pages(), now=self.clock())
         elif self.mover is not None:
             self.mover.boundary(step)
-        spans, held_back, preempted = self._spans(step)
+        spans, held_back, preempted, refused = self._spans(step)
         finished: list[Sequence] = []
         generated = 0
         if spans:
@@ -138,8 +141,7 @@ class DecodeLoop:
         if self.mover is not None:
             self.mover.step_built(step)
         for sequence in finished:
-            self.cache.release(sequence.number)
-            self.running.remove(sequence)
+            self._leave(sequence)
         return StepReport(
             step=step,
             computed_tokens=sum(len(span.tokens) for _, span in spans),
@@ -148,12 +150,14 @@ class DecodeLoop:
             held_back=held_back,
             preempted=preempted,
             finished=tuple(finished),
+            refused=tuple(refused),
         )
 
-    def _spans(self, step: int) -> tuple[list[tuple[Sequence, Span]], int, int]:
-        """Tokens to compute now, with their pages reserved; who was held back and preempted."""
+    def _spans(self, step: int) -> tuple[list[tuple[Sequence, Span]], int, int, list[Sequence]]:
+        """Tokens to compute now, with their pages reserved; held back, preempted and refused."""
         spans: list[tuple[Sequence, Span]] = []
         held_back = preempted = 0
+        refused: list[Sequence] = []
         budget = self.prefill_tokens
         index = 0
         while index < len(self.running) or (
@@ -174,10 +178,12 @@ class DecodeLoop:
             if self._make_room(step, sequence, count):
                 held_back += 1
                 index += 1
+            elif len(self.running) == 1:
+                refused.append(self._leave(sequence))
             else:
                 preempted += 1
                 self._preempt(spans)
-        return spans, held_back, preempted
+        return spans, held_back, preempted, refused
 
     def _admit(self, budget: int) -> bool:
         """Take the next waiting prompt, if there is a place and prefill left in this step."""
@@ -198,18 +204,18 @@ class DecodeLoop:
 
     def _preempt(self, spans: list[tuple[Sequence, Span]]) -> None:
         """The youngest running sequence gives up its pages and waits again."""
-        victim = self.running.pop()
-        if not self.running:
-            raise RuntimeError(
-                f"sequence {victim.number}: its {len(victim.tokens):,} tokens do not fit into the "
-                "arena even with every block at its floor; give the arena more pages"
-            )
-        if victim.number in self.cache.sequences:
-            self.cache.release(victim.number)
+        victim = self._leave(self.running[-1])
         spans[:] = [pair for pair in spans if pair[0] is not victim]
         victim.computed = 0
         victim.preemptions += 1
         self.waiting.appendleft(victim)
+
+    def _leave(self, sequence: Sequence) -> Sequence:
+        """A sequence runs no more; its pages go back."""
+        self.running.remove(sequence)
+        if sequence.number in self.cache.sequences:
+            self.cache.release(sequence.number)
+        return sequence
 
     def _forecast_pages(self) -> int:
         admitted = self.running

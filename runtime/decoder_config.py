@@ -107,6 +107,12 @@ def _parse(name: str, fields: Mapping[str, Any]) -> DecoderConfig:
             f"{name}: rope_parameters.rope_type: must be 'default', found {rotary['rope_type']!r}"
         )
     hidden, heads = size("hidden_size"), size("num_attention_heads")
+    head_dim = fields.get("head_dim") or hidden // heads
+    if head_dim % 2:
+        raise DecoderConfigError(
+            f"{name}: head_dim (hidden_size / num_attention_heads): rotary positions need an even "
+            f"number, found {head_dim}"
+        )
     default_base = 1e6 if kind == "mixtral" else 1e4
     end = fields.get("eos_token_id")
     return DecoderConfig(
@@ -116,7 +122,7 @@ def _parse(name: str, fields: Mapping[str, Any]) -> DecoderConfig:
         vocabulary=size("vocab_size"),
         heads=heads,
         key_value_heads=size("num_key_value_heads", "num_attention_heads"),
-        head_dim=fields.get("head_dim") or hidden // heads,
+        head_dim=head_dim,
         experts=size("num_experts", "num_local_experts"),
         experts_per_token=size("num_experts_per_tok"),
         expert_hidden=size("moe_intermediate_size", "intermediate_size"),

@@ -94,9 +94,14 @@ def load_quantized(
     Raises:
         QuantizedCheckpointError: If the checkpoint is damaged.
         DecoderConfigError: If the decoder cannot run the model.
-        ValueError: If the weights do not fit into the arena.
+        ValueError: If the weights do not fit into the arena, or a width is none of the
+            checkpoint's.
     """
     checkpoint = QuantizedCheckpoint.open(folder, verify=verify)
+    widths = np.broadcast_to(np.asarray(bits), len(checkpoint.blocks))
+    if not np.isin(widths, checkpoint.levels).all():
+        odd = widths[~np.isin(widths, checkpoint.levels)][0]
+        raise ValueError(f"bits: must be one of {list(checkpoint.levels)}, found {odd}")
     config = read_decoder_config(checkpoint.config)
     _require_all_layers(checkpoint, config)
     decoder = Decoder(config, _OtherTensors(checkpoint))
@@ -114,9 +119,10 @@ def load_quantized(
         allocate=copies.host_memory,
     )
     parent.store_all(checkpoint.block(i) for i in range(len(checkpoint.blocks)))
-    widths = np.broadcast_to(np.asarray(bits, dtype=np.int64), len(checkpoint.blocks))
     try:
-        mover = PageMover(parent, arena, copies, widths.copy(), rules=rules, history=history)
+        mover = PageMover(
+            parent, arena, copies, widths.astype(np.int64), rules=rules, history=history
+        )
     except BaseException:
         copies.close()
         raise

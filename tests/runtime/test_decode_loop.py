@@ -167,14 +167,17 @@ def test_widths_follow_the_kv_cache_down_and_up_and_every_rule_holds(checkpoint,
     assert replay.difference is None and replay.num_calls == len(log.decisions) > 100
 
 
-def test_a_sequence_that_cannot_be_held_even_at_the_floors_is_named(checkpoint):
+def test_a_sequence_that_cannot_be_held_is_refused_and_the_others_go_on(checkpoint):
     _, folder = checkpoint
     loaded, loop, _, _, _ = controlled(folder, 220, bits=2)
-    loop.add([1] * 2000, 5)
-    with pytest.raises(RuntimeError, match="do not fit"):
-        for _ in range(200):
-            loop.step()
+    too_long, short = loop.add([1] * 2000, 5), loop.add([2, 3], 5)
+    refused = [s for _ in range(60) for s in loop.step().refused]
     loaded.close()
+    assert refused == [too_long]
+    assert short.is_done and not too_long.is_done
+    assert loaded.arena.use().kv_pages == 0
+    with pytest.raises(TypeError, match="float"):
+        loop.add([1.7], 3)
 
 
 def test_preempted_sequences_are_computed_again_to_the_same_tokens(checkpoint):

@@ -129,6 +129,7 @@ def test_a_reservation_that_does_not_fit_takes_nothing():
         ("model_type", "gpt2"),
         ("hidden_act", "gelu"),
         ("num_hidden_layers", None),
+        ("head_dim", 19),
         ("rope_scaling", {"type": "yarn", "factor": 4}),
         ("layer_types", ["full_attention", "sliding_attention"]),
     ],

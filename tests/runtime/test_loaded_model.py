@@ -68,9 +68,10 @@ def test_weights_that_do_not_fit_are_refused_with_both_sizes(folder):
         load_quantized(folder, arena_pages=100, bits=8, page_bytes=1024)
 
 
-def test_a_width_that_the_checkpoint_does_not_have_is_refused(folder):
-    with pytest.raises(ValueError, match="9"):
-        load_quantized(folder, arena_pages=4000, bits=9, page_bytes=1024)
+@pytest.mark.parametrize("bits", [9, 1, 3.7])
+def test_a_width_that_the_checkpoint_does_not_have_is_refused(folder, bits):
+    with pytest.raises(ValueError, match=f"bits: must be one of .*found {bits}"):
+        load_quantized(folder, arena_pages=4000, bits=bits, page_bytes=1024)
 
 
 def test_a_checkpoint_of_another_decoder_is_refused_by_field(folder, tmp_path):
