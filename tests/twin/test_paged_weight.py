@@ -20,9 +20,11 @@ from traces.decisions import DecisionLog
 from twin.paged_weight_engine import PagedWeightEngine, weights_of
 from twin.paged_weight_experiment import run_paged_weight
 from twin.paged_weight_files import paged_weight_record
+from twin.paged_weight_link import CopyLink
 from twin.paged_weight_log import PagedWeightRun
 from twin.paged_weight_model import PagedWeightModel, build_model
 from twin.paged_weight_moving import MovingWeights
+from twin.paged_weight_reads import ExpertReads
 from twin.paged_weight_weights import DoesNotFitError
 from twin.replay import replay_log
 from twin.workload import OpenLoopRequests, resolve_workload
@@ -291,6 +293,35 @@ def test_hot_experts_keep_their_floor(tmp_path):
     assert run.totals.least_bits >= 3.0
     loose = serve(model(tmp_path, 0.00045), "hull")[0]
     assert loose.totals.least_bits < 3.0
+
+
+def test_times_and_damage_are_those_of_the_widths_committed_last(tmp_path):
+    of = model(tmp_path)
+    fresh, used = ExpertReads(of, 0), ExpertReads(of, 0)
+    wide, narrow = np.full(16, 5), np.full(16, 2)
+    used.hold(wide)
+    before = used.seconds(4, 1.0), used.damage
+    used.hold(narrow)
+    fresh.hold(narrow)
+    assert (used.seconds(4, 1.0), used.damage) == (fresh.seconds(4, 1.0), fresh.damage)
+    assert used.seconds(4, 1.0) < before[0] and used.damage > before[1]
+    assert used.seconds(4, 1.5) > used.seconds(4, 1.0)
+
+
+def test_copies_that_are_given_up_leave_the_link(tmp_path, monkeypatch):
+    cancelled: list[int] = []
+    cancel = CopyLink.cancel
+
+    def noted(link: CopyLink, keys: Any) -> None:
+        cancelled.extend(keys.tolist())
+        cancel(link, keys)
+
+    monkeypatch.setattr(CopyLink, "cancel", noted)
+    history: list[dict[str, Any]] = []
+    of = model(tmp_path, hardware={"link_gb_per_s": 0.01})
+    serve(of, "hull", history=history.append)
+    given_up = [event for event in history if event["ev"] == "cancel"]
+    assert len(cancelled) == len(given_up) > 0
 
 
 # --- page rules, replay, equal bytes ------------------------------------------------------------
