@@ -169,6 +169,35 @@ def kv_tokens_in_pages(
     return None if num_blocks is None else num_blocks * block_tokens
 
 
+def kv_tokens_per_sequence(
+    shape: LlmShape,
+    num_pages: int,
+    *,
+    num_sequences: int,
+    page_bytes: int = DEFAULT_PAGE_BYTES,
+    block_tokens: int = BLOCK_TOKENS,
+    value_bytes: int = VALUE_BYTES,
+) -> int | None:
+    """Tokens that each of ``num_sequences`` sequences can have, all of the same length.
+
+    Arguments and errors as for ``kv_tokens_in_pages``, which also counts the blocks that are left
+    when not every sequence can have one more.
+
+    Returns:
+        Tokens, a multiple of ``block_tokens``; 0 where not every sequence has a block; None where
+        there is no limit.
+    """
+    tokens = kv_tokens_in_pages(
+        shape,
+        num_pages,
+        num_sequences=num_sequences,
+        page_bytes=page_bytes,
+        block_tokens=block_tokens,
+        value_bytes=value_bytes,
+    )
+    return None if tokens is None else tokens // block_tokens // num_sequences * block_tokens
+
+
 def kv_growth_tokens(
     shape: LlmShape,
     num_pages: int,

@@ -14,7 +14,7 @@ from models.kv_bytes import (
     kv_growth_tokens,
     kv_layers,
     kv_token_bytes,
-    kv_tokens_in_pages,
+    kv_tokens_per_sequence,
 )
 from models.llm_parameters import ParameterCounts, count_parameters
 from models.llm_shape import LlmShape
@@ -43,7 +43,7 @@ class MemoryQuestion:
         storage: How weight blocks are held.
         saving: Share of the whole model that is to be saved.
         budget_bytes: Memory for weights and cache; None without a limit.
-        num_sequences: Equally long sequences that share the cache.
+        num_sequences: Equally long sequences that share what the budget leaves.
         kv_value_bytes: Bytes per cached number.
     """
 
@@ -62,6 +62,10 @@ class MemoryQuestion:
         ):
             if value is not None and value < 1:
                 raise WeightMemoryError(f"{name}: must be >= 1, found {value}")
+        if self.budget_bytes is None and self.num_sequences != 1:
+            raise WeightMemoryError(
+                "num_sequences: share what a budget leaves, and budget_bytes is not given"
+            )
         if not 0.0 < self.saving < 1.0:
             raise WeightMemoryError(
                 f"saving: must be more than 0 and less than 100 %, found {100 * self.saving:g} %"
@@ -74,12 +78,20 @@ class BudgetUse:
 
     Attributes:
         free_bytes: Budget less weights, in pages; negative where the weights do not fit.
-        kv_tokens: Tokens that fit into it, in blocks of whole pages; None without a limit (every
-            layer has a window, and all windows fit).
+        sequence_tokens: Tokens that each of the asked sequences can have, in blocks of whole
+            pages: 0 where not every one has a block, None without a limit (every layer has a
+            window, and all windows fit).
+        num_sequences: The asked sequences.
     """
 
     free_bytes: int
-    kv_tokens: int | None
+    sequence_tokens: int | None
+    num_sequences: int
+
+    @property
+    def kv_tokens(self) -> int | None:
+        """Tokens of all sequences."""
+        return None if self.sequence_tokens is None else self.sequence_tokens * self.num_sequences
 
     @property
     def fits(self) -> bool:
@@ -117,7 +129,7 @@ class SavingTarget:
 
     Attributes:
         saving: The share.
-        bits: Largest average width that saves it; None where none does.
+        bits: Largest average width that saves it: 8 where every width does, None where none does.
         bits_in_pages: The same, whole pages counted.
         saving_by_bits: What the whole widths on both sides of ``bits`` save, ascending; the lowest
             two where no width saves enough.
@@ -160,8 +172,8 @@ class MemoryReport:
         full_budget: What a budget leaves at 16 bits; None without one.
         widths: One report a width; empty in a dense model.
         target: Where the asked share is saved; None in a dense model.
-        budget_bits: Largest average width whose pages fit the budget, with no room for a cache;
-            None without a budget, or where none fits.
+        budget_bits: Largest average width whose pages fit the budget, with no room for a cache: 8
+            where every width fits, None without a budget, or where none fits.
     """
 
     shape: LlmShape
@@ -264,14 +276,14 @@ def _budget_use(shape: LlmShape, weight_bytes: int, question: MemoryQuestion) ->
     if question.budget_bytes is None:
         return None
     free = question.budget_bytes - weight_bytes
-    tokens = kv_tokens_in_pages(
+    tokens = kv_tokens_per_sequence(
         shape,
         max(free, 0) // question.storage.page_bytes,
         num_sequences=question.num_sequences,
         page_bytes=question.storage.page_bytes,
         value_bytes=question.kv_value_bytes,
     )
-    return BudgetUse(free_bytes=free, kv_tokens=tokens)
+    return BudgetUse(free_bytes=free, sequence_tokens=tokens, num_sequences=question.num_sequences)
 
 
 def _grown_tokens(shape: LlmShape, num_bytes: int, question: MemoryQuestion) -> int:

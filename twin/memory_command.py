@@ -52,8 +52,13 @@ def memory(
         typer.Option("--budget", help="Memory for weights and KV cache, in GB (10^9 bytes)."),
     ] = None,
     sequences: Annotated[
-        int, typer.Option("--sequences", help="Equally long sequences that share the budget.")
-    ] = 1,
+        int | None,
+        typer.Option(
+            "--sequences",
+            help="Equally long sequences that share what --budget leaves. Default: 1.",
+            show_default=False,
+        ),
+    ] = None,
     kv_bytes: Annotated[int, typer.Option("--kv-bytes", help="Bytes per cached number.")] = 2,
     as_json: Annotated[bool, typer.Option("--json", help="Print JSON instead of tables.")] = False,
     plot: Annotated[Path | None, typer.Option("--plot", help="Picture to write (PNG).")] = None,
@@ -68,12 +73,14 @@ def memory(
         raise WeightMemoryError(f"--plot: must end in .png, found {plot.name}")
     if plot is not None and not plot.parent.is_dir():
         raise WeightMemoryError(f"--plot: there is no folder {plot.parent}")
+    if sequences is not None and budget is None:
+        raise WeightMemoryError("--sequences: share what --budget leaves, and it is not given")
     question = MemoryQuestion(
         bits=parse_bits(bits),
         storage=BlockStorage(tables=tables.value, entry=entry.value, page_bytes=page_bytes),
         saving=saving / 100.0,
         budget_bytes=None if budget is None else _bytes_of(budget),
-        num_sequences=sequences,
+        num_sequences=1 if sequences is None else sequences,
         kv_value_bytes=kv_bytes,
     )
     shapes = [load_llm(model) for model in models or PAGEDWEIGHT_MODELS]

@@ -7,12 +7,11 @@ import math
 from collections.abc import Mapping, Sequence
 from typing import TYPE_CHECKING, Any
 
-from twin.memory_tables import billions, bits
+from twin.memory_tables import BYTE_UNITS, bits, parameter_count, scale_of
 
 if TYPE_CHECKING:
     from matplotlib.axes import Axes
 
-GIGA = 1e9
 OTHER, PLANES, TABLES, WASTE, FREED = "#6b7782", "#1f4e8c", "#e0a030", "#c9b48a", "#d5ead9"
 TARGET, BUDGET, TOKENS = "#c0392b", "#333333", "#2b6b41"
 MAX_COLUMNS = 3
@@ -53,7 +52,9 @@ def draw_memory(models: Sequence[Mapping[str, Any]]) -> bytes:
 
 def _panel(axes: Axes, model: Mapping[str, Any]) -> None:
     full, budget = model["full"], model["budget"]
-    top = full["model_bytes"] / GIGA
+    highest_bytes = max(full["model_bytes"], budget["bytes"] if budget else 0)
+    scale, unit = scale_of(highest_bytes, BYTE_UNITS)
+    top = full["model_bytes"] / scale
     bars = [
         ("16", [full["other_bytes"], full["expert_bytes"], 0, 0], None, full["budget"]),
         *(_bar(model, width) for width in model["widths"]),
@@ -65,15 +66,15 @@ def _panel(axes: Axes, model: Mapping[str, Any]) -> None:
         for part, colour, label in zip(parts, colours, labels, strict=True):
             if part:
                 axes.bar(
-                    at, part / GIGA, _BAR_WIDTH, bottom, color=colour, label=label, linewidth=0
+                    at, part / scale, _BAR_WIDTH, bottom, color=colour, label=label, linewidth=0
                 )
-                bottom += part / GIGA
+                bottom += part / scale
         if budget is None:
             _freed(axes, at, bottom, top, tokens)
         else:
-            _room(axes, at, bottom, budget["bytes"] / GIGA, use)
+            _room(axes, at, bottom, budget["bytes"] / scale, use)
     if budget is not None:
-        axes.axhline(budget["bytes"] / GIGA, color=BUDGET, lw=1.2, ls=(0, (1, 1)), label="budget")
+        axes.axhline(budget["bytes"] / scale, color=BUDGET, lw=1.2, ls=(0, (1, 1)), label="budget")
     elif model["target"]:
         saving = model["target"]["saving"]
         axes.axhline(
@@ -86,11 +87,12 @@ def _panel(axes: Axes, model: Mapping[str, Any]) -> None:
     axes.set_xticks(range(len(bars)), [name for name, *_ in bars])
     axes.set_xlim(-0.55, max(len(bars), _LEAST_BARS) - 0.45)
     axes.set_xlabel("bits per expert weight" if model["widths"] else "bits per weight (no experts)")
-    axes.set_ylabel("GB")
-    highest = max(top, budget["bytes"] / GIGA if budget else 0.0)
-    axes.set_ylim(0.0, 1.06 * highest)
+    axes.set_ylabel(unit)
+    axes.set_ylim(0.0, 1.06 * highest_bytes / scale)
     axes.set_title(
-        f"{model['model']}, {billions(model['parameters']['total'])}", loc="left", fontsize=11
+        f"{model['model']}, {parameter_count(model['parameters']['total'])}",
+        loc="left",
+        fontsize=11,
     )
     for side in ("top", "right"):
         axes.spines[side].set_visible(False)

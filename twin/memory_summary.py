@@ -94,4 +94,9 @@ def _width(width: WidthReport) -> dict[str, Any]:
 def _budget(use: BudgetUse | None) -> Mapping[str, Any] | None:
     if use is None:
         return None
-    return {"fits": use.fits, "free_bytes": use.free_bytes, "kv_tokens": use.kv_tokens}
+    return {
+        "fits": use.fits,
+        "free_bytes": use.free_bytes,
+        "kv_tokens": use.kv_tokens,
+        "kv_tokens_per_sequence": use.sequence_tokens,
+    }

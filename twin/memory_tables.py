@@ -9,8 +9,11 @@ from rich.console import Console
 from rich.table import Table
 from rich.text import Text
 
+from models.plane_bytes import MAX_BITS
 from twin.report import count, new_table, percent, print_warnings
 
+BYTE_UNITS = ((1e9, "GB"), (1e6, "MB"), (1e3, "kB"), (1.0, "B"))
+PARAMETER_UNITS = ((1e9, "B"), (1e6, "M"), (1e3, "k"))
 _WHOLE_WIDTH = 0.005  # bits that do not show
 
 
@@ -24,6 +27,8 @@ def print_memory(models: Sequence[Mapping[str, Any]], console: Console) -> None:
             console.print(widths_table(model, plain))
         if model["budget"]:
             console.print(budget_table(model, plain))
+            if too_many := _too_many_sequences(model):
+                console.print(Text(too_many))
     if any(model["target"] for model in models):
         console.print()
         console.print(target_table(models, plain))
@@ -42,17 +47,19 @@ def facts(model: Mapping[str, Any], plain: bool) -> Table:
     table.columns[1].justify = "left"
     parameters, full = model["parameters"], model["full"]
     table.add_row("layers", Text(_layers(model)))
-    active = f", {billions(parameters['active'])} active" if model["moe_layers"] else ""
-    table.add_row("parameters", f"{billions(parameters['total'])}{active}")
-    experts = f"experts {gigabytes(full['expert_bytes'])}, all else " if model["moe_layers"] else ""
-    table.add_row("at 16 bits", experts + gigabytes(full["other_bytes"]))
+    active = f", {parameter_count(parameters['active'])} active" if model["moe_layers"] else ""
+    table.add_row("parameters", f"{parameter_count(parameters['total'])}{active}")
+    experts = (
+        f"experts {decimal_bytes(full['expert_bytes'])}, all else " if model["moe_layers"] else ""
+    )
+    table.add_row("at 16 bits", experts + decimal_bytes(full["other_bytes"]))
     table.add_row("KV cache", _cache(model))
     if model["moe_layers"]:
         plane = model["bit_plane"]
         table.add_row(
             "one bit",
-            f"of all {count(model['num_blocks'])} expert matrices: {gigabytes(plane['bytes'])}, "
-            f"the room of {count(plane['kv_tokens'])} tokens",
+            f"of all {count(model['num_blocks'])} expert matrices: "
+            f"{decimal_bytes(plane['bytes'])}, the room of {count(plane['kv_tokens'])} tokens",
         )
     else:
         table.add_row("experts", "none: nothing to hold at fewer bits")
@@ -74,15 +81,21 @@ def widths_table(model: Mapping[str, Any], plain: bool) -> Table:
         "frees tokens",
     )
     table.add_row(
-        "16", "16.00", gigabytes(full["expert_bytes"]), "", gigabytes(full["model_bytes"]), "", ""
+        "16",
+        "16.00",
+        decimal_bytes(full["expert_bytes"]),
+        "",
+        decimal_bytes(full["model_bytes"]),
+        "",
+        "",
     )
     for width in model["widths"]:
         table.add_row(
             bits(width["bits"]),
             f"{width['effective_bits']:.2f}",
-            gigabytes(width["expert_bytes"]),
+            decimal_bytes(width["expert_bytes"]),
             f"{100 * width['page_waste']:+.1f} %",
-            gigabytes(width["model_bytes"]),
+            decimal_bytes(width["model_bytes"]),
             percent(width["saving"], 1),
             count(width["freed_kv_tokens"]) if width["freed_bytes"] >= 0 else "none",
         )
@@ -92,23 +105,34 @@ def widths_table(model: Mapping[str, Any], plain: bool) -> Table:
 def budget_table(model: Mapping[str, Any], plain: bool) -> Table:
     """What a budget leaves for the cache at each width."""
     budget, full = model["budget"], model["full"]
+    each = ("a sequence",) if budget["num_sequences"] > 1 else ()
     table = new_table(
-        f"A budget of {gigabytes(budget['bytes'])}", plain, "bits", "weights", "left", "KV tokens"
+        f"A budget of {decimal_bytes(budget['bytes'])}",
+        plain,
+        "bits",
+        "weights",
+        "left",
+        "KV tokens",
+        *each,
     )
-    table.add_row("16", gigabytes(full["model_bytes"]), *_left(full["budget"]))
-    for width in model["widths"]:
-        table.add_row(
-            bits(width["bits"]),
-            gigabytes(full["other_bytes"] + width["paged_bytes"]),
-            *_left(width["budget"]),
-        )
+    rows = [("16", full["model_bytes"], full["budget"])]
+    rows += [
+        (bits(width["bits"]), full["other_bytes"] + width["paged_bytes"], width["budget"])
+        for width in model["widths"]
+    ]
+    for name, weights, use in rows:
+        left, tokens, tokens_each = _left(use)
+        table.add_row(name, decimal_bytes(weights), left, tokens, *([tokens_each] if each else ()))
     if model["widths"]:
+        fits_to = budget["bits"]
         table.caption = (
             "the weights alone do not fit at any width"
-            if budget["bits"] is None
-            else f"the weights alone fit up to {budget['bits']:.2f} bits"
+            if fits_to is None
+            else "the weights alone fit at every width"
+            if fits_to == MAX_BITS
+            else f"the weights alone fit up to {fits_to:.2f} bits"
         )
-        table.caption_justify = "left"
+    table.caption_justify = "left"
     return table
 
 
@@ -140,7 +164,7 @@ def how_to_read(models: Sequence[Mapping[str, Any]]) -> str:
     """What the columns count."""
     storage, kv, budget = models[0]["storage"], models[0]["kv"], models[0]["budget"]
     which = "the width in use" if storage["tables"] == "active" else "all widths up to it"
-    lines = ["GB: 10^9 bytes."]
+    lines = ["kB, MB, GB: 10^3, 10^6, 10^9 bytes."]
     if any(model["widths"] for model in models):
         lines += [
             f"effective: bits per weight, {storage['entry']} tables of {which} included.",
@@ -157,9 +181,11 @@ def how_to_read(models: Sequence[Mapping[str, Any]]) -> str:
     return " ".join(lines)
 
 
-def gigabytes(num_bytes: float) -> str:
-    """Bytes as 10^9."""
-    return f"{num_bytes / 1e9:,.{3 if abs(num_bytes) < 1e11 else 1}f} GB"
+def decimal_bytes(num_bytes: float) -> str:
+    """Bytes in the largest unit of 10^9, 10^6, 10^3 or 1 of which there is a tenth."""
+    scale, unit = scale_of(num_bytes, BYTE_UNITS)
+    decimals = 0 if scale == 1.0 else 3 if abs(num_bytes) < 100 * scale else 1
+    return f"{num_bytes / scale:,.{decimals}f} {unit}"
 
 
 def kibibytes(num_bytes: int) -> str:
@@ -169,9 +195,15 @@ def kibibytes(num_bytes: int) -> str:
     return f"{num_bytes >> 10:,} KiB"
 
 
-def billions(parameters: int) -> str:
-    """Parameters as 10^9."""
-    return f"{parameters / 1e9:,.2f} B"
+def parameter_count(parameters: int) -> str:
+    """Parameters as 10^9 (B), 10^6 (M) or 10^3 (k)."""
+    scale, unit = scale_of(parameters, PARAMETER_UNITS)
+    return f"{parameters / scale:,.2f} {unit}"
+
+
+def scale_of(value: float, units: Sequence[tuple[float, str]]) -> tuple[float, str]:
+    """The first unit of which there is a tenth, else the last; units descend."""
+    return next((unit for unit in units if abs(value) >= unit[0] / 10), units[-1])
 
 
 def bits(width: float) -> str:
@@ -199,7 +231,7 @@ def _cache(model: Mapping[str, Any]) -> str:
     text = f"{count(kv['token_bytes'])} B a token" if kv["token_bytes"] else ""
     if windowed:
         plus = f" + {count(windowed)} B" if text else f"{count(windowed)} B a token"
-        text += f"{plus} inside the sliding windows (at most {gigabytes(kv['window_bytes'])})"
+        text += f"{plus} inside the sliding windows (at most {decimal_bytes(kv['window_bytes'])})"
     kinds = list(dict.fromkeys(kv["block_pages"]))
     pages = " or ".join(map(str, kinds))
     plural = "" if kinds == [1] else "s"
@@ -210,11 +242,25 @@ def _has_window(model: Mapping[str, Any]) -> bool:
     return bool(model["widths"] and model["kv"]["window_bytes"] and model["kv"]["token_bytes"])
 
 
-def _left(use: Mapping[str, Any]) -> tuple[str, str]:
+def _left(use: Mapping[str, Any]) -> tuple[str, str, str]:
+    """What is left, tokens of all sequences and of each."""
     if not use["fits"]:
-        return f"{gigabytes(-use['free_bytes'])} short", "-"
-    tokens = use["kv_tokens"]
-    return gigabytes(use["free_bytes"]), "no limit" if tokens is None else count(tokens)
+        return f"{decimal_bytes(-use['free_bytes'])} short", "-", "-"
+    tokens = [
+        "no limit" if use[key] is None else count(use[key])
+        for key in ("kv_tokens", "kv_tokens_per_sequence")
+    ]
+    return decimal_bytes(use["free_bytes"]), tokens[0], tokens[1]
+
+
+def _too_many_sequences(model: Mapping[str, Any]) -> str | None:
+    """What 0 tokens beside weights that fit mean; None where there are none."""
+    uses = [model["full"]["budget"], *(width["budget"] for width in model["widths"])]
+    if not any(use["fits"] and use["kv_tokens"] == 0 for use in uses):
+        return None
+    sequences, block = model["budget"]["num_sequences"], model["kv"]["block_tokens"]
+    whom = "one sequence" if sequences == 1 else f"each of {count(sequences)} sequences"
+    return f"0 tokens: not even a block of {block} fits for {whom}"
 
 
 def _sides(target: Mapping[str, Any]) -> tuple[str, str]:
@@ -226,4 +272,6 @@ def _sides(target: Mapping[str, Any]) -> tuple[str, str]:
 
 
 def _average(width: float | None) -> str:
-    return "not reached" if width is None else f"{width:.2f}"
+    if width is None:
+        return "not reached"
+    return "every width" if width == MAX_BITS else f"{width:.2f}"

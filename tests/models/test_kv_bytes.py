@@ -18,6 +18,7 @@ from models.kv_bytes import (
     kv_token_bytes,
     kv_tokens_in,
     kv_tokens_in_pages,
+    kv_tokens_per_sequence,
 )
 from models.llm_catalog import PAGEDWEIGHT_MODELS, load_llm
 from models.llm_shape import AttentionShape, DenseMlpShape, LayerShape, LlmShape
@@ -128,6 +129,33 @@ def test_tokens_in_pages_are_those_that_adding_a_block_at_a_time_finds(
         shape, num_pages, num_sequences=sequences, page_bytes=1024, block_tokens=block
     )
     assert found == expected
+
+
+@given(
+    shape=SHAPES,
+    num_pages=st.integers(0, 60),
+    sequences=st.integers(1, 9),
+    block=st.integers(1, 4),
+)
+@settings(max_examples=60, deadline=None)
+def test_equal_sequences_grow_all_together_by_a_block(
+    shape: LlmShape, num_pages: int, sequences: int, block: int
+) -> None:
+    limit = 80
+
+    def most_pages(blocks: int) -> int:
+        return max(
+            kv_sequence_pages(shape, n, page_bytes=1024, block_tokens=block)
+            for n in range(blocks * block + 1)
+        )
+
+    blocks = 0
+    while sequences * most_pages(blocks + 1) <= num_pages and blocks <= limit:
+        blocks += 1
+    found = kv_tokens_per_sequence(
+        shape, num_pages, num_sequences=sequences, page_bytes=1024, block_tokens=block
+    )
+    assert found == (None if blocks > limit else blocks * block)
 
 
 def test_bytes_per_token_are_the_published_ones() -> None:

@@ -12,6 +12,17 @@ import pytest
 from models.llm_catalog import PAGEDWEIGHT_MODELS
 from twin import cli
 
+TINY_MIXTRAL = {
+    "model_type": "mixtral",
+    "vocab_size": 64,
+    "hidden_size": 64,
+    "intermediate_size": 96,
+    "num_hidden_layers": 2,
+    "num_attention_heads": 4,
+    "num_key_value_heads": 2,
+    "num_local_experts": 4,
+}
+
 
 def run(
     monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str], *arguments: str
@@ -68,22 +79,65 @@ def test_storage_options_change_the_bytes(memory: Any) -> None:
     }
 
 
+@pytest.mark.parametrize(
+    ("sequences", "each"),
+    [(1, 7_472), (2, 3_728), (100, 64), (467, 16), (468, 0), (1000, 0)],
+)
+def test_467_blocks_are_shared_whole_and_equally(memory: Any, sequences: int, each: int) -> None:
+    arguments = "qwen1.5-moe-a2.7b", "--budget", "10", "--bits", "3", "--sequences", str(sequences)
+    code, out, _ = memory(*arguments, "--json")
+    use = json.loads(out)[0]["widths"][0]["budget"]
+    assert code == 0
+    assert (use["kv_tokens"], use["kv_tokens_per_sequence"]) == (each * sequences, each)
+    _, out, _ = memory(*arguments)
+    says_so = f"not even a block of 16 fits for each of {sequences:,} sequences" in out
+    assert says_so == (each == 0)
+
+
+def test_a_million_sequences_do_not_fit_beside_windows(memory: Any) -> None:
+    code, out, _ = memory(
+        "gemma-4-26b-a4b", "--budget", "40", "--bits", "3", "--sequences", "1000000"
+    )
+    assert code == 0
+    assert "0 tokens: not even a block of 16 fits for each of 1,000,000 sequences" in out
+
+
+def test_one_sequence_without_room_for_a_block_is_told_so(memory: Any) -> None:
+    _, out, _ = memory("qwen1.5-moe-a2.7b", "--budget", "8.531", "--bits", "3")
+    assert "0 tokens: not even a block of 16 fits for one sequence" in out
+
+
+def test_a_saving_and_a_budget_that_every_width_reaches_are_called_so(memory: Any) -> None:
+    _, out, _ = memory("mixtral-8x7b", "--saving", "1", "--budget", "80")
+    assert out.count("every width") == 3  # average, in pages, and the weights alone
+    assert "8.00" not in out.split("A budget of")[1]
+    _, out, _ = memory("mixtral-8x7b", "--saving", "99")
+    assert out.count("not reached") == 2
+
+
+def test_small_models_are_shown_in_units_that_show_them(
+    memory: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    (tmp_path / "config.json").write_text(json.dumps(TINY_MIXTRAL))
+    code, out, _ = memory(str(tmp_path), "--page-bytes", "1024", "--budget", "0.0004")
+    assert code == 0
+    assert "experts 0.295 MB, all else 67.200 kB" in out  # 2 x 4 x 3 x 64 x 96 weights of 2 B
+    assert "A budget of 0.400 MB" in out
+    assert "0.18 M, 0.11 M active" in out
+    assert " 0.000 " not in out
+    figures = []
+    monkeypatch.setattr(
+        "matplotlib.figure.Figure.savefig", lambda figure, *_, **__: figures.append(figure)
+    )
+    memory(str(tmp_path), "--plot", str(tmp_path / "memory.png"))
+    (axes,) = figures[0].axes
+    assert axes.get_ylabel() == "MB"
+    assert axes.get_ylim()[1] == pytest.approx(1.06 * 0.362112)
+
+
 def test_a_configuration_file_is_read(memory: Any, tmp_path: Path) -> None:
     file = tmp_path / "config.json"
-    file.write_text(
-        json.dumps(
-            {
-                "model_type": "mixtral",
-                "vocab_size": 64,
-                "hidden_size": 64,
-                "intermediate_size": 96,
-                "num_hidden_layers": 2,
-                "num_attention_heads": 4,
-                "num_key_value_heads": 2,
-                "num_local_experts": 4,
-            }
-        )
-    )
+    file.write_text(json.dumps(TINY_MIXTRAL))
     code, out, _ = memory(str(tmp_path), "--page-bytes", "1024")
     assert code == 0
     assert tmp_path.name in out
@@ -126,7 +180,8 @@ def test_the_picture_is_a_whole_png(memory: Any, tmp_path: Path, arguments: Any)
         (("--budget", "0"), "--budget: must be within 0..1e9 GB, found 0"),
         (("--budget", "nan"), "--budget: must be within 0..1e9 GB, found nan"),
         (("--saving", "100"), "saving: must be more than 0 and less than 100 %, found 100 %"),
-        (("--sequences", "0"), "num_sequences: must be >= 1, found 0"),
+        (("--budget", "10", "--sequences", "0"), "num_sequences: must be >= 1, found 0"),
+        (("--sequences", "1"), "--sequences: share what --budget leaves, and it is not given"),
         (("--kv-bytes", "0"), "kv_value_bytes: must be >= 1, found 0"),
         (("--plot", "nowhere/memory.png"), "--plot: there is no folder nowhere"),
         (("--plot", "memory.pdf"), "--plot: must end in .png, found memory.pdf"),
