@@ -62,7 +62,8 @@ class PrecisionSettings:
         planner: Name in the catalog of precision planners.
         low_share: Shrink when free pages less the forecast fall below this share of the arena.
         target_share: Shrink and restore lead here.
-        high_share: Restore only from above.
+        high_share: Restore only from above. Between the three lies what keeps a load that swings
+            a little from shrinking and restoring in turn, so no two may be equal.
         calm_steps: Steps the memory must have been above ``high_share`` before.
         exchange_margin: eta; widths are exchanged at equal bytes only where the damage saved
             exceeds 1 + eta times the damage added. 0.5 suits a slow link, 0.25 a fast one.
@@ -89,9 +90,9 @@ class PrecisionSettings:
 
     def __post_init__(self) -> None:
         shares = (self.low_share, self.target_share, self.high_share)
-        if not 0.0 <= shares[0] <= shares[1] <= shares[2] <= 1.0:
+        if not 0.0 <= shares[0] < shares[1] < shares[2] <= 1.0:
             raise ValueError(
-                "low_share <= target_share <= high_share must hold within [0, 1], "
+                "low_share < target_share < high_share must hold within [0, 1], "
                 f"found {shares[0]}, {shares[1]}, {shares[2]}"
             )
         for name, value, least in (

@@ -79,18 +79,31 @@ def test_no_token_changes_nothing() -> None:
 
 
 @given(
-    tenths=st.lists(st.integers(0, 10), min_size=1, max_size=6),
-    coverage=st.sampled_from([0.0, 0.25, 0.5, 0.75, 1.0]),
+    tenths=st.lists(st.integers(0, 20), min_size=1, max_size=6),
+    percent=st.sampled_from([0, 10, 25, 30, 50, 70, 75, 90, 100]),
+    unit=st.sampled_from([1.0, 0.1, 0.01, 0.3, 1e-9]),
+    kind=st.sampled_from([np.float64, np.float32]),
 )
-def test_the_hot_set_is_the_smallest_that_covers(tenths: list[int], coverage: float) -> None:
-    mass = np.array(tenths, dtype=np.float64)
-    hot = hot_experts(mass, coverage)
-    wanted = coverage * mass.sum()
-    assert mass[hot].sum() >= wanted
+def test_the_hot_set_is_the_smallest_that_covers(
+    tenths: list[int], percent: int, unit: float, kind: Any
+) -> None:
+    hot = hot_experts(np.array(tenths, dtype=kind) * kind(unit), percent / 100)
+    whole = np.array(tenths)  # judged in whole numbers, where nothing is rounded
+    wanted = percent * whole.sum()
+    assert 100 * whole[hot].sum() >= wanted
     subsets = itertools.chain.from_iterable(
-        itertools.combinations(range(len(mass)), size) for size in range(len(mass) + 1)
+        itertools.combinations(range(len(whole)), size) for size in range(len(whole) + 1)
     )
-    assert hot.sum() == min(len(s) for s in subsets if mass[list(s)].sum() >= wanted)
+    assert hot.sum() == min(len(s) for s in subsets if 100 * whole[list(s)].sum() >= wanted)
+
+
+def test_exactly_half_in_decimals_is_half() -> None:
+    hot = hot_experts([1.4, 0.4, 1.8, 0.4, 1.1, 1.5], 0.5)  # 1.8 + 1.5 = 6.6 / 2
+    assert hot.tolist() == [False, False, True, False, False, True]
+
+
+def test_an_expert_counts_however_small_its_mass_above_rounding() -> None:
+    assert hot_experts([1.0, 1e-12, 0.0], 1.0).tolist() == [True, True, False]
 
 
 def test_ties_go_to_the_lower_index_and_layers_are_apart() -> None:

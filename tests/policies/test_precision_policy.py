@@ -418,7 +418,11 @@ def test_a_state_that_makes_no_sense_is_refused_by_field(change, said):
 @pytest.mark.parametrize(
     ("change", "said"),
     [
-        ({"low_share": 0.1}, "low_share <= target_share <= high_share"),
+        ({"low_share": 0.1}, "low_share < target_share < high_share .* found 0.1, 0.08, 0.14"),
+        ({"low_share": 0.08}, "low_share < target_share < high_share"),
+        ({"target_share": 0.14}, "low_share < target_share < high_share"),
+        (dict.fromkeys(("low_share", "target_share", "high_share"), 0.1), "found 0.1, 0.1, 0.1"),
+        ({"high_share": 1.01}, r"must hold within \[0, 1\]"),
         ({"exchange_margin": -0.1}, "exchange_margin must be finite and >= 0"),
         ({"plan_interval_s": 0.0}, "plan_interval_s must be > 0"),
         ({"link_share": 1.5}, "link_share must be within"),
