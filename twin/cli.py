@@ -24,7 +24,7 @@ from twin.trace_commands import trace_app
 
 app = typer.Typer(
     name="twin",
-    help="A digital twin of LLM serving: how many attention workers per FFN server, and why.",
+    help="A digital twin of LLM serving: attention workers per FFN server, bits per expert weight.",
     no_args_is_help=True,
     add_completion=False,
     pretty_exceptions_enable=False,
