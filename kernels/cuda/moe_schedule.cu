@@ -33,6 +33,7 @@ static __device__ void sort_slots(const int* expert_index, int entries, const Pl
   const int run = (entries + SCHEDULE_THREADS - 1) / SCHEDULE_THREADS * 32;
   const int begin = warp * run, end = min(begin + run, entries);
   int* mine = warp_count + warp * experts;
+#pragma unroll 1
   for (int place = 0; place < 2; ++place) {
     for (int base = begin; base < end; base += 32) {
       const int i = base + lane;
@@ -53,6 +54,7 @@ static __device__ void sort_slots(const int* expert_index, int entries, const Pl
     if (place) break;
     for (int e = threadIdx.x; e < experts; e += SCHEDULE_THREADS) {
       int sum = 0;
+#pragma unroll 1
       for (int w = 0; w < SCHEDULE_WARPS; ++w) sum += warp_count[w * experts + e];
       count[e] = sum;
     }
@@ -61,6 +63,7 @@ static __device__ void sort_slots(const int* expert_index, int entries, const Pl
     __syncthreads();
     for (int e = threadIdx.x; e < experts; e += SCHEDULE_THREADS) {
       int next = plan.first_slot()[e];
+#pragma unroll 1
       for (int w = 0; w < SCHEDULE_WARPS; ++w) {
         const int own = warp_count[w * experts + e];
         warp_count[w * experts + e] = next;

@@ -11,135 +11,50 @@ addresses, so the launches of a layer can be captured once and replayed while th
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Literal
 
 import numpy as np
 
 from kernels.cuda.load import Target, load_kernels
+from kernels.cuda.moe_tile_arguments import (
+    WARPS,
+    Activation,
+    Array,
+    DevicePages,
+    MoeShape,
+    Tiling,
+    check_array,
+)
 from kernels.cuda.tile_layout import (
     TILE_ROWS,
     UNIT_BYTES,
     UNIT_COLUMNS,
-    TileShape,
     check_page_bytes,
 )
+
+__all__ = [
+    "Activation",
+    "DevicePages",
+    "MoeShape",
+    "MoeTileLayer",
+    "Tiling",
+    "kernel_variants",
+    "shared_bytes",
+    "tile_expression",
+    "token_blocks",
+]
 
 HERE = Path(__file__).resolve().parent
 TILE_SOURCE = HERE / "moe_tile.cu"
 SCHEDULE_SOURCE = HERE / "moe_schedule.cu"
 THREADS = 256
-WARPS = 8
 FEW_TOKENS = 16  # tokens of an expert that are multiplied as soon as a weight is decoded
-MAX_EXPERTS = 2048
 _KINDS = {"float32": 0, "bfloat16": 1, "float16": 2}
+_RESERVED_SHARED_BYTES = 1024  # of each block, by the system
 _MODULES = {"gate_up": 0, "down": 1}
 
-Activation = Literal["silu", "gelu_tanh"]
-Array = Any  # numpy or cupy
-
-
-@dataclass(frozen=True, slots=True)
-class MoeShape:
-    """Sizes of the expert layers of one model.
-
-    Attributes:
-        experts: E of one layer, 1..2048.
-        hidden: H, columns of gate_up and rows of down.
-        intermediate: I; gate_up has 2 I rows, down I columns.
-        top_k: Experts of a token, 1..E.
-        activation: Of the gate.
-    """
-
-    experts: int
-    hidden: int
-    intermediate: int
-    top_k: int
-    activation: Activation = "silu"
-
-    def __post_init__(self) -> None:
-        if not 1 <= self.experts <= MAX_EXPERTS:
-            raise ValueError(f"experts must be 1..{MAX_EXPERTS}, found {self.experts}")
-        if min(self.hidden, self.intermediate) < 1:
-            raise ValueError(
-                f"hidden and intermediate must be >= 1: {self.hidden}, {self.intermediate}"
-            )
-        if not 1 <= self.top_k <= self.experts:
-            raise ValueError(f"top_k must be 1..{self.experts}, found {self.top_k}")
-        if self.activation not in ("silu", "gelu_tanh"):
-            raise ValueError(f"activation must be silu or gelu_tanh, found {self.activation!r}")
-
-    @property
-    def gate_up(self) -> TileShape:
-        """Tiles of a gate_up matrix."""
-        return TileShape(2 * self.intermediate, self.hidden, halves=2)
-
-    @property
-    def down(self) -> TileShape:
-        """Tiles of a down matrix."""
-        return TileShape(self.hidden, self.intermediate)
-
-
-@dataclass(frozen=True, slots=True)
-class DevicePages:
-    """Where the weights of all layers lie, as runtime/page_tables.py describes it.
-
-    Streams are those of tile_layout.py (planes) and decode_tables.py (tables).
-
-    Attributes:
-        arena: [bytes], uint8, 16-byte aligned.
-        page_bytes: A power of two >= 1024.
-        min_bits: Width of the first table, m.
-        bits: [n], int32: width of each block, in 2..8 and >= m.
-        plane_pages: [n, B, P], int32.
-        table_pages: [n, tables, T], int32: the table of width q at q - m.
-    """
-
-    arena: Array
-    page_bytes: int
-    min_bits: int
-    bits: Array
-    plane_pages: Array
-    table_pages: Array
-
-    def __post_init__(self) -> None:
-        check_page_bytes(self.page_bytes)
-        _check("arena", self.arena, "uint8", (None,))
-        _check("bits", self.bits, "int32", (None,))
-        blocks = self.bits.shape[0]
-        _check("plane_pages", self.plane_pages, "int32", (blocks, None, None))
-        _check("table_pages", self.table_pages, "int32", (blocks, None, None))
-        if not 2 <= self.min_bits <= 8:
-            raise ValueError(f"min_bits must be 2..8, found {self.min_bits}")
-        if self.plane_pages.size >= 2**31 or self.table_pages.size >= 2**31:
-            raise ValueError("plane_pages and table_pages must have fewer than 2**31 entries")
-
-
-@dataclass(frozen=True, slots=True)
-class Tiling:
-    """How one module's rows and columns are shared out.
-
-    Attributes:
-        item_tiles: Row tiles of a work item, 2, 4 or 8.
-        split_log2: Log2 of the warps that share a row tile's columns; 8 >> split_log2 row tiles
-            are at work at a time and divide item_tiles.
-    """
-
-    item_tiles: int
-    split_log2: int
-
-    def __post_init__(self) -> None:
-        if self.item_tiles not in (2, 4, 8) or not 0 <= self.split_log2 <= 3:
-            raise ValueError(f"item_tiles must be 2, 4 or 8 and split_log2 0..3, found {self}")
-        if self.item_tiles % (WARPS >> self.split_log2):
-            raise ValueError(f"8 >> split_log2 must divide item_tiles, found {self}")
-
-    @classmethod
-    def choose(cls, shape: TileShape, *, many: bool) -> Tiling:
-        """About four units of 256 columns for each warp; eight row tiles where tokens are many."""
-        split_log2 = max(0, min(2, (shape.units // 3).bit_length() - 1))
-        return cls(8 if many else WARPS >> split_log2, split_log2)
+ModuleName = Literal["gate_up", "down"]
 
 
 def token_blocks(num_tokens: int) -> int:
@@ -147,7 +62,7 @@ def token_blocks(num_tokens: int) -> int:
     return 1 if num_tokens <= 4 else 2 if num_tokens <= 8 else 4
 
 
-def tile_expression(module: Literal["gate_up", "down"], num_tokens: int) -> str:
+def tile_expression(module: ModuleName, num_tokens: int) -> str:
     """The instance of moe_tile for launches of up to num_tokens tokens."""
     many = "true" if num_tokens > FEW_TOKENS else "false"
     return f"moe_tile<{_MODULES[module]}, {token_blocks(num_tokens)}, {many}>"
@@ -170,14 +85,17 @@ class MoeTileLayer:
     Args:
         shape: Sizes.
         pages: The weights.
-        max_tokens: T at most.
+        max_tokens: T at most; above 16 the kernels that decode once for many tokens are used.
         target: "gpu" for cupy arrays, "emulation" for numpy arrays.
-        grid: Thread blocks of a launch; by default two (or one) for each multiprocessor.
+        grid: Thread blocks of a launch; by default all that the GPU holds at once.
         schedule: Order of execution under emulation.
+        ubsan: Trap on undefined behaviour under emulation.
         tilings: For gate_up and down; chosen from the shapes by default.
 
     Raises:
-        ValueError: If an argument is out of range or the page lists are too short for the shapes.
+        ValueError: If an argument is out of range, the page lists are too short for the shapes or
+            the GPU has too little shared memory (it takes 99.75 KiB up to 4 tokens, 160.5 KiB
+            above 16).
         kernels.cuda.load.GpuUnavailableError: Target "gpu" without one.
     """
 
@@ -242,12 +160,12 @@ class MoeTileLayer:
         if not 1 <= count <= self.max_tokens:
             raise ValueError(f"tokens must be [1..{self.max_tokens}, {s.hidden}]: {tokens.shape}")
         kind = _KINDS["bfloat16" if str(tokens.dtype) == "uint16" else _dtype(tokens)]
-        _check("tokens", tokens, str(tokens.dtype), (count, s.hidden))
-        _check("expert_index", expert_index, "int32", (count, s.top_k))
-        _check("gate_weight", gate_weight, "float32", (count, s.top_k))
-        _check("out", out, "float32", (count, s.hidden))
+        check_array("tokens", tokens, str(tokens.dtype), (count, s.hidden))
+        check_array("expert_index", expert_index, "int32", (count, s.top_k))
+        check_array("gate_weight", gate_weight, "float32", (count, s.top_k))
+        check_array("out", out, "float32", (count, s.hidden))
         if expert_scale is not None:
-            _check("expert_scale", expert_scale, "float32", (s.experts,))
+            check_array("expert_scale", expert_scale, "float32", (s.experts,))
         if not 0 <= layer < self.layers:
             raise ValueError(f"layer must be 0..{self.layers - 1}, found {layer}")
         first_block = layer * 2 * s.experts
@@ -264,8 +182,8 @@ class MoeTileLayer:
         s, units = self.shape, self.shape.gate_up.units
         grid = 1 + -(-count * units // WARPS)
         arguments = (index, self.pages.bits, self._plan, tokens, self._x, self._x_scales, out)
-        numbers = (first_block, s.experts, s.top_k, self._max_slots, s.down.units)
-        numbers += (self._num_tickets, count, s.hidden, units, kind)
+        numbers = [first_block, s.experts, s.top_k, self._max_slots, s.down.units]
+        numbers += [self._num_tickets, count, s.hidden, units, kind]
         shared = 4 * (WARPS + 1) * s.experts
         self._schedule(
             (grid,), (THREADS,), (*arguments, *map(np.int32, numbers)), shared_mem=shared
@@ -279,15 +197,15 @@ class MoeTileLayer:
         tiling = self._tilings[module]
         x = (self._x, self._x_scales) if module == 0 else (self._h, self._h_scales)
         rows = self._h_rows if module == 0 else self._rows
-        arrays = (p.arena, p.bits, p.plane_pages, p.table_pages, *x, weight, scale, self._plan)
-        arrays += (rows, self._h, self._h_scales, out, self._partial)
-        numbers = (first_block, p.plane_pages.shape[1], p.plane_pages.shape[2])
-        numbers += (p.table_pages.shape[1], p.table_pages.shape[2], p.min_bits)
-        numbers += (check_page_bytes(p.page_bytes), s.experts, self._max_slots, s.down.units)
-        numbers += (tiles.row_tiles, tiles.full_units, tiles.units - tiles.full_units)
-        numbers += (tiling.item_tiles, tiling.split_log2, s.top_k, count)
-        numbers += (s.intermediate if module == 0 else s.hidden,)
-        numbers += (int(s.activation == "gelu_tanh"), int(not self._many))
+        arrays = [p.arena, p.bits, p.plane_pages, p.table_pages, *x, weight, scale, self._plan]
+        arrays += [rows, self._h, self._h_scales, out, self._partial]
+        numbers = [first_block, p.plane_pages.shape[1], p.plane_pages.shape[2]]
+        numbers += [p.table_pages.shape[1], p.table_pages.shape[2], p.min_bits]
+        numbers += [check_page_bytes(p.page_bytes), s.experts, self._max_slots, s.down.units]
+        numbers += [tiles.row_tiles, tiles.full_units, tiles.units - tiles.full_units]
+        numbers += [tiling.item_tiles, tiling.split_log2, s.top_k, count]
+        numbers += [s.intermediate if module == 0 else s.hidden]
+        numbers += [int(s.activation == "gelu_tanh"), int(not self._many)]
         self._tiles[module](
             (self._grid,),
             (THREADS,),
@@ -346,8 +264,17 @@ class MoeTileLayer:
             return 2
         import cupy
 
-        processors = cupy.cuda.Device().attributes["MultiProcessorCount"]
-        return int(processors) * (2 if self.max_tokens <= 8 else 1)
+        attributes = cupy.cuda.Device().attributes
+        need = shared_bytes(self.max_tokens)
+        if need > attributes["MaxSharedMemoryPerBlockOptin"]:
+            raise ValueError(
+                f"a block needs {need} bytes of shared memory, this GPU allows "
+                f"{attributes['MaxSharedMemoryPerBlockOptin']}"
+            )
+        # all blocks must be at work at once: the first two items of each are its own
+        fit = attributes["MaxSharedMemoryPerMultiprocessor"] // (need + _RESERVED_SHARED_BYTES)
+        blocks = min(fit, 2 if self.max_tokens <= 8 else 1)
+        return int(attributes["MultiProcessorCount"]) * blocks
 
     def _allocate(self) -> None:
         s, xp = self.shape, self._xp
@@ -368,15 +295,18 @@ class MoeTileLayer:
             self._partial = xp.zeros((slots, tiles * TILE_ROWS), xp.float32)
 
 
-def kernel_variants() -> list[tuple[str, Path, tuple[str, ...], tuple[str, ...]]]:
+Variant = tuple[str, Path, tuple[str, ...], tuple[str, ...]]
+
+
+def kernel_variants() -> list[Variant]:
     """Every kernel of these sources: (name, source, defines, name expressions)."""
-    variants = [("moe_schedule", SCHEDULE_SOURCE, (), ())]
-    for module in ("gate_up", "down"):
+    variants: list[Variant] = [("moe_schedule", SCHEDULE_SOURCE, (), ())]
+    modules: tuple[ModuleName, ModuleName] = ("gate_up", "down")
+    for module in modules:
         for num_tokens in (4, 8, 16, 17):
-            expression = tile_expression(module, num_tokens)
             many = "_many" if num_tokens > FEW_TOKENS else ""
             name = f"moe_tile_{module}_{token_blocks(num_tokens)}{many}"
-            variants.append((name, TILE_SOURCE, (), (expression,)))
+            variants.append((name, TILE_SOURCE, (), (tile_expression(module, num_tokens),)))
     return variants
 
 
@@ -393,13 +323,3 @@ def _dtype(array: Array) -> str:
     if name not in _KINDS:
         raise ValueError(f"tokens must be float32, float16 or bfloat16 bits (uint16): {name}")
     return name
-
-
-def _check(name: str, array: Array, dtype: str, shape: tuple[int | None, ...]) -> None:
-    fits = str(array.dtype) == dtype and array.ndim == len(shape)
-    fits = fits and all(w is None or h == w for h, w in zip(array.shape, shape, strict=True))
-    if not fits or not array.flags.c_contiguous:
-        wanted = ", ".join("any" if n is None else str(n) for n in shape)
-        raise ValueError(
-            f"{name} must be contiguous {dtype} [{wanted}], found {array.dtype} {array.shape}"
-        )

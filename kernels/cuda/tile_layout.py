@@ -9,8 +9,8 @@ and plane p keeps that weight at bit 4 i + ((3 - p - a) mod 4): the masks of fou
 step a never meet, so that a nibble of each weight is gathered without shifts, and the eight
 nibbles select the bytes of the A fragment of mma.m16n8k32.s8.
 
-A unit is two tiles side by side, 256 columns: 16 bytes a lane, [lane][tile of the pair][row g, g + 8].
-Order in the stream of a plane:
+A unit is two tiles side by side, 256 columns: [lane][tile of the pair][row g, g + 8], 16 bytes a
+lane. Order in the stream of a plane:
 
     [row tile][full unit]  512 bytes each, then [row tile]  256 bytes each of the odd last tile
 

@@ -1,4 +1,4 @@
-"""The tensor-core expert kernels, emulated: whole numbers exact, sums within 1e-3 of the reference."""
+"""The tensor-core expert kernels, emulated: whole numbers exact, sums near the reference."""
 
 import numpy as np
 import pytest
