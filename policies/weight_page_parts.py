@@ -9,7 +9,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 
 import numpy as np
-from numpy.typing import NDArray
+from numpy.typing import ArrayLike, NDArray
 
 from policies.weight_page_history import Part, ResidentTables, parts_read
 
@@ -58,9 +58,10 @@ class BlockParts:
         Raises:
             ValueError: If shapes or numbers do not fit.
         """
-        planes = np.repeat(np.asarray(plane_pages, np.int32)[:, None], parent_bits, axis=1)
-        pages = np.concatenate([planes, np.asarray(table_pages, np.int32)], axis=1)
-        return cls(parent_bits, min_bits, pages)
+        each = whole_numbers("plane_pages", plane_pages)[:, None]
+        tables = whole_numbers("table_pages", table_pages)
+        pages = np.concatenate([np.repeat(each, parent_bits, axis=1), tables], axis=1)
+        return cls(parent_bits, min_bits, pages.astype(np.int32))
 
     @property
     def num_blocks(self) -> int:
@@ -90,6 +91,18 @@ class BlockParts:
             for part in parts_read(bits, self.min_bits, tables):
                 reads[bits, self.number(part)] = True
         return reads
+
+
+def whole_numbers(name: str, values: ArrayLike) -> NDArray[np.int64]:
+    """Integers as int64 (a copy); numbers of another kind are refused, never cut off.
+
+    Raises:
+        ValueError: Naming the array, if its type is no integer and it is not empty.
+    """
+    found = np.asarray(values)
+    if found.size and found.dtype.kind not in "iu":
+        raise ValueError(f"{name} must be integers, not {found.dtype} like {found.flat[0]}")
+    return found.astype(np.int64)
 
 
 class HeldPages:

@@ -29,7 +29,7 @@ from policies.weight_page_faults import MovementFaults
 from policies.weight_page_history import Event, ResidentTables
 from policies.weight_page_ledger import PageLedger
 from policies.weight_page_orders import PageOrders, PartCopies, PartList
-from policies.weight_page_parts import BlockParts
+from policies.weight_page_parts import BlockParts, whole_numbers
 from policies.weight_page_reach import WidthParts, fitting
 from policies.weight_page_states import GPU, HOST, IN_FLIGHT, NOT_ENQUEUED, RETIRING, PartStates
 from policies.weight_page_widths import NO_PLAN, BlockWidths, Ints
@@ -97,7 +97,8 @@ class WeightPageTable:
                 ledger the same one.
 
         Raises:
-            ValueError: If widths are out of range or the weights do not fit into the arena.
+            ValueError: If widths are no integers or out of range, or the weights do not fit into
+                the arena.
         """
         rules = MovementRules() if rules is None else rules
         self.parts, self.rules = parts, rules
@@ -147,10 +148,10 @@ class WeightPageTable:
             Copies and cancellations; widths move at the next boundary.
 
         Raises:
-            ValueError: If the plan id is not new, a block is unknown or named twice, or a width
-                lies outside qmin..qmax.
+            ValueError: If the plan id is not new, a block is unknown or named twice, a width lies
+                outside qmin..qmax, or either is no integer.
         """
-        blocks, bits = np.asarray(blocks, np.int64), np.asarray(bits, np.int64)
+        blocks, bits = whole_numbers("blocks", blocks), whole_numbers("bits", bits)
         self.widths.open_plan(plan_id, blocks, bits)
         target = self._refuse(blocks, bits, step)
         self.widths.plan_of[blocks] = np.where(target != self.bits[blocks], plan_id, NO_PLAN)
@@ -172,11 +173,15 @@ class WeightPageTable:
             blocks: Block ids; every block with an open raise if None.
             reason: One of policies.weight_page_faults.REASONS.
             step: Step that is built next.
+
+        Raises:
+            ValueError: If block ids are no integers.
         """
         raising = self.desired > self.bits
         chosen = np.flatnonzero(raising)
         if blocks is not None:
-            chosen = np.asarray(blocks, np.int64)[raising[blocks]]
+            named = whole_numbers("blocks", blocks)
+            chosen = named[raising[named]]
         self.faults.hold_back(chosen, reason, step=step)
         self._give_up(chosen, reason)
         self.widths.close_finished()

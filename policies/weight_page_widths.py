@@ -12,7 +12,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from policies.weight_page_history import Event
-from policies.weight_page_parts import BlockParts
+from policies.weight_page_parts import BlockParts, whole_numbers
 
 NO_PLAN: Final = -1
 
@@ -41,11 +41,18 @@ class BlockWidths:
         highest: Ints | None,
         history: Callable[[Event], None] | None,
     ) -> None:
+        """Enter first widths; arguments as for ``WeightPageTable``.
+
+        Raises:
+            ValueError: If an array is no integer, of another length, or out of range.
+        """
         n = parts.num_blocks
-        self.bits = np.array(bits, np.int64)
-        self.lowest = np.array(np.full(n, parts.min_bits) if lowest is None else lowest, np.int64)
-        self.highest = np.array(
-            np.full(n, parts.parent_bits) if highest is None else highest, np.int64
+        self.bits = whole_numbers("bits", bits)
+        self.lowest = whole_numbers(
+            "lowest", np.full(n, parts.min_bits) if lowest is None else lowest
+        )
+        self.highest = whole_numbers(
+            "highest", np.full(n, parts.parent_bits) if highest is None else highest
         )
         self._parts = parts
         self._check_ranges()

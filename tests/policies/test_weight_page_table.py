@@ -414,6 +414,41 @@ def test_widths_out_of_range_are_refused(bits):
         )
 
 
+@pytest.mark.parametrize("name", ["bits", "lowest", "highest"])
+def test_widths_that_are_no_integers_are_refused_and_not_cut_off(name):
+    widths = {"bits": [4, 4, 4], "lowest": [2, 2, 2], "highest": [8, 8, 8]}
+    widths[name] = [3.7, 4.0, 4.0]
+    with pytest.raises(ValueError, match=f"{name} must be integers, not float64 like 3.7"):
+        WeightPageTable(
+            BlockParts.of(PLANE_PAGES, TABLE_PAGES, parent_bits=8, min_bits=2),
+            np.array(widths["bits"]),
+            ledger=PageLedger(99),
+            lowest=np.array(widths["lowest"]),
+            highest=np.array(widths["highest"]),
+        )
+
+
+def test_plans_and_cancellations_of_fractions_are_refused():
+    driver = Driver()
+    with pytest.raises(ValueError, match=r"bits must be integers, not float64 like 5\.5"):
+        driver.table.open_plan(0, np.array([0]), np.array([5.5]), step=1)
+    with pytest.raises(ValueError, match=r"blocks must be integers, not float64 like 0\.5"):
+        driver.table.open_plan(0, np.array([0.5]), np.array([5]), step=1)
+    with pytest.raises(ValueError, match="blocks must be integers, not bool"):
+        driver.table.cancel(np.array([True, False, False]), step=1)
+    driver.plan(0, {0: 5})  # none of these has taken the number
+    nothing = np.array([])
+    driver.table.open_plan(1, nothing, nothing, step=1)
+    assert driver.table.check() is None
+
+
+def test_pages_that_are_no_integers_are_refused():
+    with pytest.raises(ValueError, match=r"plane_pages must be integers, not float64 like 1\.5"):
+        BlockParts.of(np.array([1.5]), TABLE_PAGES[:1], parent_bits=8, min_bits=2)
+    with pytest.raises(ValueError, match="table_pages must be integers, not float64"):
+        BlockParts.of(np.array([1]), TABLE_PAGES[:1] / 2, parent_bits=8, min_bits=2)
+
+
 def test_twelve_thousand_blocks_move_at_once():
     n = 12_288
     parts = BlockParts.of(
