@@ -10,7 +10,7 @@ An event is a mapping with the key ``ev``; ``plane`` may be ``table`` (a width) 
     xfer_ok   block, plane [, checksum]    it landed
     xfer_fail block, plane [, reason]      it failed: the plane is on the host again
     cancel    block [, plane]              it was given up (without plane: all copies of the block)
-    reraise   block, plane                 a plane that waits for its release is wanted again
+    reraise   block, plane                 a plane that waits for its release stays after all
     commit    plan, set {block: width}     committed widths move, at a step boundary
     free      block, plane [, pages]       the plane leaves the device, its pages are free
     close     plan                         all of its blocks are committed or given up
@@ -34,7 +34,10 @@ ResidentTables = Literal["active", "all"]
 
 
 class HistoryError(ValueError):
-    """The events do not form a history: a key is missing, or a name was never introduced."""
+    """The events do not form a history.
+
+    A key is missing or malformed, a name was never introduced, or an event cannot happen.
+    """
 
 
 @dataclass(frozen=True, slots=True)
@@ -89,6 +92,8 @@ class ReplayedBlock:
         copying: Copies on their way, with the checksum of their source (None: not stated).
         readers: For a resident part the committed width does not read: the kernels that were
             running when the commit that lowered q was made.
+        wanted: Resident parts that have landed, or were wanted again, since a plan of this block
+            was opened or closed: they are held for its width and do not wait for their release.
     """
 
     q: int
@@ -98,15 +103,21 @@ class ReplayedBlock:
     resident: set[Part] = field(default_factory=set)
     copying: dict[Part, int | None] = field(default_factory=dict)
     readers: dict[Part, set[Any]] = field(default_factory=dict)
+    wanted: set[Part] = field(default_factory=set)
 
     def read_at(self, bits: int) -> set[Part]:
         """Planes and tables that must be resident at a width."""
         return parts_read(bits, self.lowest, self.tables)
 
+    def may_wait(self, part: Part) -> bool:
+        """Whether a resident part may be one that waits for its release."""
+        return part not in self.read_at(self.q) and part not in self.wanted
+
     def commit(self, bits: int, running: set[Any]) -> None:
         """Move q; what only the old width reads waits for the kernels running now."""
         for part in self.read_at(self.q) - self.read_at(bits):
             self.readers[part] = set(running)
+            self.wanted.discard(part)
         for part in self.read_at(bits):
             self.readers.pop(part, None)
         self.q = bits

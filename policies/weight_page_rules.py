@@ -5,11 +5,13 @@ break of each:
 
     R1 width     a launch uses a width that is not the committed one
     R2 resident  a width is committed whose planes or table are not resident with a finished copy,
-                 or a copy is taken as landed with another checksum than its source's
+                 or a copy is taken as landed that never started, or with another checksum than
+                 its source's
     R3 committed a plane (table) that the committed width reads is freed
     R3 live      it is freed while a kernel launched before the commit that lowered q still runs
     R4 unchanged a failure, a cancellation or a close changes q, or q moves by a closed plan
-    R5 free      what is not resident is freed
+    R5 free      what is not resident is freed, or a copy ends that is not on its way: it has no
+                 pages to give back
     R5 copy      what is resident, or already on its way, is copied
     R6 range     q leaves qmin..qmax
     R6 between   a commit moves q elsewhere than between its old value and the plan's d
@@ -17,13 +19,23 @@ break of each:
     R7 pages     weights + KV + free pages are not the arena, at any time
 
 Where one event breaks several rules, R4, R6, R2 is the order for commits and R5, R3 for frees.
+
+R6 is about q alone. A plan whose d lies outside qmin..qmax breaks nothing when it is stated, for d
+is only where a commit may lead; the commit that leaves the range is the break. So is a copy of a
+plane that no width of the range reads allowed: no commit can use it, and R7 wants it gone at rest.
+
+What cannot happen at all is no break of a rule but a HistoryError: malformed events
+(policies/weight_page_events.py), names nobody introduced, a second start under the same name, an
+arena that is introduced late, and ``reraise`` of a part that does not wait for its release,
+because the committed width reads it or an open plan holds it already.
 """
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping
+from collections.abc import Callable, Iterable, Mapping
 from typing import Any
 
+from policies.weight_page_events import check_event
 from policies.weight_page_history import Event, HistoryError, ReplayedBlock, Violation, part_of
 from policies.weight_page_sum import PageOwners
 
@@ -60,12 +72,15 @@ class HistoryChecker:
         """
         if self.violation is None:
             try:
+                check_event(event)
                 self._replay(event)
             except _BrokenError as broken:
                 self.violation = Violation(broken.rule, broken.word, self._count, broken.detail)
+            except HistoryError as wrong:
+                raise HistoryError(f"event {self._count}: {wrong}") from None
             except KeyError as missing:
                 raise HistoryError(
-                    f"event {self._count} ({event.get('ev')!r}): unknown or missing {missing}"
+                    f"event {self._count}: {event['ev']}: nobody introduced {missing}"
                 ) from missing
         self._count += 1
         return self.violation
@@ -80,7 +95,7 @@ class HistoryChecker:
         return self.violation
 
     def _replay(self, event: Event) -> None:
-        replay = {
+        replay: Callable[[Event], None] = {
             "init": self._init,
             "launch": self._launch,
             "retire": self._retire,
@@ -97,9 +112,7 @@ class HistoryChecker:
             "kv_alloc": self._kv_pages,
             "kv_free": self._kv_pages,
             "pages": self._recount,
-        }.get(event["ev"])
-        if replay is None:
-            raise HistoryError(f"event {self._count}: no such event {event['ev']!r}")
+        }[event["ev"]]
         if event["ev"] in ("xfer_fail", "cancel", "free", "retire", "close"):
             self._widths_stay(event)
         replay(event)
@@ -108,17 +121,17 @@ class HistoryChecker:
 
     def _init(self, event: Event) -> None:
         if event["block"] in self._blocks:
-            raise HistoryError(f"event {self._count}: block {event['block']!r} starts twice")
+            raise HistoryError(f"block {event['block']!r} starts twice")
         block = ReplayedBlock(event["q"], event["qmin"], event["qmax"], event.get("tables"))
         self._in_range(event["block"], block, block.q)
         block.resident = block.read_at(block.q)
         self._blocks[event["block"]] = block
-        for held in event.get("pages", ()):
+        for held in event.get("pages") or ():
             self._take(held["pages"], (*part_of(held), event["block"]))
 
     def _launch(self, event: Event) -> None:
         if event["k"] in self._running:
-            raise HistoryError(f"event {self._count}: kernel {event['k']!r} runs already")
+            raise HistoryError(f"kernel {event['k']!r} runs already")
         for name, width in event["use"].items():
             q = self._blocks[name].q
             if width != q:
@@ -138,12 +151,16 @@ class HistoryChecker:
             state = "resident" if part in block.resident else "being copied"
             raise _BrokenError("R5", "copy", f"{_name(event)} is {state} and copied again")
         block.copying[part] = event.get("checksum")
-        self._take(event.get("pages", ()), (*part, event["block"]))
+        self._take(event.get("pages") or (), (*part, event["block"]))
 
     def _landed(self, event: Event) -> None:
         block, part = self._blocks[event["block"]], part_of(event)
         if part in block.resident:
             raise _BrokenError("R5", "copy", f"a copy of the resident {_name(event)} landed")
+        if part not in block.copying:
+            raise _BrokenError(
+                "R2", "resident", f"{_name(event)} landed, no copy of it had started"
+            )
         expected, found = block.copying[part], event.get("checksum")
         if expected is not None and found is not None and expected != found:
             raise _BrokenError(
@@ -151,6 +168,7 @@ class HistoryChecker:
             )
         del block.copying[part]
         block.resident.add(part)
+        block.wanted.add(part)
 
     def _given_up(self, event: Event) -> None:
         block = self._blocks[event["block"]]
@@ -158,6 +176,10 @@ class HistoryChecker:
         for part in list(block.copying) if whole else [part_of(event)]:
             if part in block.resident:
                 raise _BrokenError("R5", "copy", f"a copy of the resident {_name(event)} ended")
+            if part not in block.copying:
+                raise _BrokenError(
+                    "R5", "free", f"a copy of {_name(event)} ended, none was started"
+                )
             del block.copying[part]
             self._give((*part, event["block"]), event.get("pages"))
 
@@ -165,14 +187,17 @@ class HistoryChecker:
         block, part = self._blocks[event["block"]], part_of(event)
         if part not in block.resident:
             raise _BrokenError("R2", "resident", f"{_name(event)} is gone, it must be copied")
+        if not block.may_wait(part):
+            raise HistoryError(f"reraise: {_name(event)} does not wait for its release")
+        block.wanted.add(part)
 
     # --- plans ---
 
     def _plan(self, event: Event) -> None:
         if event["plan"] in self._want_by_plan or event["plan"] in self._closed:
-            raise HistoryError(f"event {self._count}: plan {event['plan']!r} opens twice")
-        for name in event["want"]:
-            self._blocks[name]  # a plan names known blocks only
+            raise HistoryError(f"plan {event['plan']!r} opens twice")
+        for block in [self._blocks[name] for name in event["want"]]:
+            block.wanted.clear()
         self._want_by_plan[event["plan"]] = dict(event["want"])
 
     def _commit(self, event: Event) -> None:
@@ -204,7 +229,8 @@ class HistoryChecker:
             )
 
     def _close(self, event: Event) -> None:
-        del self._want_by_plan[event["plan"]]
+        for name in self._want_by_plan.pop(event["plan"]):
+            self._blocks[name].wanted.clear()
         self._closed.add(event["plan"])
 
     def _free(self, event: Event) -> None:
@@ -222,6 +248,7 @@ class HistoryChecker:
             )
         block.resident.remove(part)
         block.readers.pop(part, None)
+        block.wanted.discard(part)
         self._give((*part, event["block"]), event.get("pages"))
 
     # --- laws ---
@@ -257,6 +284,8 @@ class HistoryChecker:
     # --- pages ---
 
     def _arena(self, event: Event) -> None:
+        if self._pages is not None or self._blocks:
+            raise HistoryError("arena: must come once and before the first init")
         self._pages = PageOwners(event["pages"])
 
     def _kv_pages(self, event: Event) -> None:

@@ -105,6 +105,19 @@ ILLEGAL = {
         "R2 resident",
         [init(), plan(A=5), part("xfer", 4, checksum=7), part("xfer_ok", 4, checksum=8)],
     ),
+    "a copy lands that never started": ("R2 resident", [init(), plan(A=5), part("xfer_ok", 4)]),
+    "a copy lands that had failed": (
+        "R2 resident",
+        [init(), plan(A=5), part("xfer", 4), part("xfer_fail", 4), part("xfer_ok", 4)],
+    ),
+    "a freed plane lands without a new copy": (
+        "R2 resident",
+        [*DROPPED, part("free", 3), plan(2, A=4), part("xfer_ok", 3)],
+    ),
+    "a table lands that never started": (
+        "R2 resident",
+        [init(tables="all"), plan(A=5), part("xfer", 4), table("xfer_ok", 5)],
+    ),
     "a plane below the committed width is freed": ("R3 committed", [init(), part("free", 3)]),
     "a plane is freed before the drop commits": (
         "R3 committed",
@@ -157,11 +170,25 @@ ILLEGAL = {
         "R5 copy",
         [init(), plan(A=5), part("xfer", 4), part("xfer", 4)],
     ),
+    "a copy fails that never started": ("R5 free", [init(), plan(A=5), part("xfer_fail", 4)]),
+    "a copy fails twice": (
+        "R5 free",
+        [init(), plan(A=5), part("xfer", 4), part("xfer_fail", 4), part("xfer_fail", 4)],
+    ),
+    "a copy is cancelled that never started": (
+        "R5 free",
+        [init(), plan(A=5), part("xfer", 4), part("cancel", 5)],
+    ),
+    "a resident plane fails": ("R5 copy", [init(), part("xfer_fail", 3)]),
     "a block starts outside its range": ("R6 range", [init(q=9)]),
     "q falls below qmin": ("R6 range", [init(q=2), plan(A=1), commit(A=1)]),
     "q rises above qmax": (
         "R6 range",
         [init(qmax=4), plan(A=5), part("xfer", 4), part("xfer_ok", 4), commit(A=5)],
+    ),
+    "a plan outside the range is followed": (
+        "R6 range",
+        [init(qmax=4), plan(A=9), part("xfer", 4), part("xfer_ok", 4), commit(A=5)],
     ),
     "a drop goes below d": ("R6 between", [init(), plan(A=3), commit(A=2)]),
     "a raise goes beyond d": (
@@ -181,6 +208,10 @@ ILLEGAL = {
     "a plan nobody opened commits": ("R6 between", [init(), commit(7, A=3)]),
     "a plan is open at rest": ("R7 plan", [init(), plan(A=3)]),
     "a copy is pending at rest": ("R7 pending", [init(), plan(A=5), part("xfer", 4), close()]),
+    "a plane that no width reads is never freed": (
+        "R7 resident",
+        [init(qmax=4), part("xfer", 4), part("xfer_ok", 4)],
+    ),
     "a dropped plane is never freed": ("R7 resident", DROPPED),
     "a plane of a partial raise is never freed": (
         "R7 resident",
@@ -262,6 +293,65 @@ LEGAL = {
         part("reraise", 3),
         commit(2, A=4),
         close(2),
+    ],
+    "a landed plane that was given up is wanted again": [
+        init(),
+        plan(A=5),
+        part("xfer", 4),
+        part("xfer_ok", 4),
+        close(),
+        plan(2, A=5),
+        part("reraise", 4),
+        commit(2, A=5),
+        close(2),
+    ],
+    "a landed plane that a newer plan took over is wanted again": [
+        init(),
+        plan(A=6),
+        *(part(ev, p) for p in (4, 5) for ev in ("xfer", "xfer_ok")),
+        plan(2, A=5),
+        plan(3, A=6),
+        part("reraise", 5),
+        commit(3, A=6),
+        close(),
+        close(2),
+        close(3),
+    ],
+    "a plane is wanted again before its plan is written": [
+        *DROPPED,
+        part("reraise", 3),
+        plan(2, A=4),
+        commit(2, A=4),
+        close(2),
+    ],
+    "a plane is wanted again twice, and once more superseded between": [
+        *DROPPED,
+        plan(2, A=4),
+        part("reraise", 3),
+        commit(2, A=4),
+        close(2),
+        plan(3, A=3),
+        commit(3, A=3),
+        plan(4, A=4),
+        part("reraise", 3),
+        commit(4, A=4),
+        close(3),
+        close(4),
+    ],
+    "a plan outside the range leads nowhere": [init(qmax=5), plan(A=9), close()],
+    "a plan outside the range is followed as far as the range": [
+        init(qmax=5),
+        plan(A=9),
+        part("xfer", 4),
+        part("xfer_ok", 4),
+        commit(A=5),
+        close(),
+    ],
+    "a plane that no width reads comes and goes": [
+        init(qmax=4),
+        part("xfer", 4),
+        part("xfer_ok", 4),
+        part("free", 4),
     ],
     "a landed plane that no commit ever used is freed under a kernel": [
         init(),
@@ -378,15 +468,95 @@ def test_the_first_violation_stays():
         [retire(1)],
         [init(), init()],
         [init(), launch(1, B=2)],
-        [init(), part("xfer_ok", 5)],
         [init(), close()],
         [init(), plan(A=3), plan(A=3)],
         [init(), launch(1, A=4), launch(1, A=4)],
+        [init(), part("reraise", 3)],  # the committed width reads it
+        [init(tables="all"), table("reraise", 4)],
+        [init(), plan(A=5), part("xfer", 4), part("xfer_ok", 4), part("reraise", 4)],
+        [*DROPPED, plan(2, A=4), part("reraise", 3), part("reraise", 3)],
+        [init(), {"ev": "arena", "pages": 6}],
+        [{"ev": "arena", "pages": 6}, {"ev": "arena", "pages": 7}],
+        [{"ev": "pages", "weights": 1, "kv": 1, "free": 1}],
     ],
 )
 def test_events_that_form_no_history_are_an_error_that_names_the_event(history):
     with pytest.raises(HistoryError, match=f"event {len(history) - 1}"):
         check_history(history)
+
+
+@pytest.mark.parametrize(
+    ("event", "message"),
+    [
+        (None, "an event must be a mapping, found None"),
+        ("init", "an event must be a mapping, found 'init'"),
+        ([("ev", "init")], "an event must be a mapping"),
+        ({}, "no such event None"),
+        ({"ev": ["plan"]}, r"no such event \['plan'\]"),
+        (init("B", q=4.0), "init: 'q' must be an integer, found 4.0"),
+        (init("B", q="4"), "init: 'q' must be an integer, found '4'"),
+        (init("B", q=None), "init: 'q' must be an integer, found None"),
+        (init("B", q=True), "init: 'q' must be an integer, found True"),
+        (init("B", qmin=2.0), "init: 'qmin' must be an integer >= 0, found 2.0"),
+        (init("B", qmax=float("nan")), "init: 'qmax' must be an integer >= 0, found nan"),
+        (init(["B"]), r"init: 'block' must be a name \(hashable\), found \['B'\]"),
+        (init(("B", [])), r"init: 'block' must be a name"),
+        (init(None), "init: 'block' must be a name"),
+        (init("B", tables="some"), "init: 'tables' must be 'all' or 'active', found 'some'"),
+        (init("B", tables=["all"]), "init: 'tables' must be 'all' or 'active'"),
+        (init("B", pages=[[0]]), "init: 'pages' must be a list of a plane or a table"),
+        (init("B", pages=[{"plane": 0}]), "init: 'pages' must be a list of a plane or a table"),
+        (init("B", pages=[{"plane": 0, "table": 2, "pages": []}]), "init: 'pages' must be"),
+        (part("xfer", "4"), "xfer: 'plane' must be an integer >= 0, found '4'"),
+        (part("xfer", 4.0), "xfer: 'plane' must be an integer >= 0, found 4.0"),
+        (part("xfer", -1), "xfer: 'plane' must be an integer >= 0, found -1"),
+        (part("xfer_ok", None), "xfer_ok: 'plane' must be an integer >= 0, found None"),
+        (part("free", "3"), "free: 'plane' must be an integer >= 0, found '3'"),
+        (part("free", [3]), "free: 'plane' must be an integer >= 0"),
+        (part("cancel", "4"), "cancel: 'plane' must be an integer >= 0, found '4'"),
+        (table("reraise", 2.5), "reraise: 'table' must be an integer >= 0, found 2.5"),
+        ({"ev": "xfer", "block": "A"}, "xfer: must name a plane or a table, found 0 of them"),
+        ({**part("xfer", 4), "table": 5}, "xfer: must name a plane or a table, found 2 of them"),
+        ({"ev": "cancel", "block": "A", "plane": 4, "table": 5}, "cancel: must name"),
+        (part("xfer", 4, checksum="a1"), "xfer: 'checksum' must be an integer, found 'a1'"),
+        (part("xfer", 4, pages=7), "xfer: 'pages' must be a list of integers >= 0, found 7"),
+        (part("xfer", 4, pages=[0.5]), "xfer: 'pages' must be a list of integers >= 0"),
+        (part("free", 4, pages="no"), "free: 'pages' must be a list of integers >= 0"),
+        (part("xfer_fail", 4, q="4"), "xfer_fail: 'q' must be an integer, found '4'"),
+        (part("xfer_fail", 4, q=None), "xfer_fail: 'q' must be an integer, found None"),
+        (close(set=[]), r"close: 'set' must be a mapping from blocks to integers, found \[\]"),
+        ({"ev": "plan", "plan": 2, "want": None}, "plan: 'want' must be a mapping .* found None"),
+        (plan(2, A="5"), "plan: 'want' must be a mapping from blocks to integers"),
+        (plan(2, A=None), "plan: 'want' must be a mapping from blocks to integers"),
+        (plan([2], A=5), "plan: 'plan' must be a name"),
+        ({"ev": "plan", "plan": 2}, "plan: 'want' is missing"),
+        (launch(1, A=4.0), "launch: 'use' must be a mapping from blocks to integers"),
+        ({"ev": "launch", "k": 1, "use": ["A"]}, "launch: 'use' must be a mapping"),
+        (launch({}, A=4), "launch: 'k' must be a name"),
+        ({"ev": "commit", "plan": 1, "set": 3}, "commit: 'set' must be a mapping"),
+        (commit(A="3"), "commit: 'set' must be a mapping from blocks to integers"),
+        ({"ev": "arena", "pages": [6]}, "arena: 'pages' must be an integer >= 0"),
+        ({"ev": "kv_alloc", "pages": 3}, "kv_alloc: 'pages' must be a list of integers >= 0"),
+        ({"ev": "pages", "weights": "2", "kv": 0, "free": 0}, "pages: 'weights' must be"),
+        ({"ev": "pages", "weights": 2, "kv": 0, "free": 0, "arena": None}, "pages: 'arena' must"),
+    ],
+)
+def test_malformed_events_are_an_error_that_names_key_and_value(event, message):
+    with pytest.raises(HistoryError, match=f"^event 2: {message}"):
+        check_history([init(), plan(A=3), event])
+
+
+def test_numbers_of_numpy_and_stated_nothings_are_no_fault():
+    kinds = {key: np.int64(value) for key, value in {"q": 4, "qmin": 2, "qmax": 8}.items()}
+    history = [
+        init(**kinds, tables=None, pages=None),
+        plan(A=np.int32(5)),
+        part("xfer", np.int64(4), pages=None, checksum=None),
+        part("xfer_ok", 4, checksum=7),
+        commit(A=5),
+        close(),
+    ]
+    assert check_history(history) is None
 
 
 # --- an oracle that looks back over the whole history at every event ---
@@ -454,8 +624,10 @@ def judge(past, event):
     word = last_word(past, event["block"], event["plane"])
     if kind == "xfer":
         return "R5" if word in ("xfer", "xfer_ok") else None
-    if kind in ("xfer_ok", "xfer_fail"):
-        return {"xfer": None, "xfer_ok": "R5"}.get(word, "no history")
+    if kind == "xfer_ok":
+        return {"xfer": None, "xfer_ok": "R5"}.get(word, "R2")
+    if kind == "xfer_fail":
+        return None if word == "xfer" else "R5"
     return judge_free(past, event, word)
 
 
