@@ -49,19 +49,30 @@ def calibrate(
     memory_bytes: Annotated[
         int, typer.Option("--memory-bytes", min=1, help="Memory for accumulators.")
     ] = 8 << 30,
-    seed: Annotated[int, typer.Option("--seed", help="Chooses the sequences.")] = 0,
+    seed: Annotated[
+        int, typer.Option("--seed", min=0, max=(1 << 63) - 1, help="Chooses the sequences.")
+    ] = 0,
+    resume: Annotated[
+        bool, typer.Option("--resume", help="Take up an unfinished run; keep its whole layers.")
+    ] = False,
+    overwrite: Annotated[
+        bool,
+        typer.Option("--overwrite", help="Replace an earlier run, once the new one is complete."),
+    ] = False,
     as_json: Annotated[bool, typer.Option("--json", help="Print JSON instead of a line.")] = False,
 ) -> None:
     """Measure on text what every expert matrix's quantization damage depends on.
 
-    Layers that are there from a run that was cut off are kept.
+    Layers that a run that was cut off has written are kept with --resume.
     """
+    if resume and overwrite:
+        raise typer.BadParameter("--resume and --overwrite exclude each other")
     from runtime.calibration import (
         CalibrationError,
         CalibrationSettings,
         calibrate_checkpoint,
     )
-    from runtime.command_progress import bar
+    from runtime.command_progress import phases
 
     try:
         settings = CalibrationSettings(
@@ -76,9 +87,16 @@ def calibrate(
     except ValueError as error:
         raise typer.BadParameter(str(error)) from None
     began = time.perf_counter()
-    with bar("calibrating", "k tokens", 1e3) as show:
+    with phases() as phase:
         stats = calibrate_checkpoint(
-            source, texts, output, settings, dtype=dtype.value, progress=show
+            source,
+            texts,
+            output,
+            settings,
+            dtype=dtype.value,
+            existing="resume" if resume else "overwrite" if overwrite else "refuse",
+            on_read=phase("checking", "MB", 1e6),
+            progress=phase("calibrating", "k tokens", 1e3),
         )
     thin = stats.thin_experts()
     result = {
@@ -96,5 +114,11 @@ def calibrate(
     sys.stdout.write(
         f"{output}: {stats.layers} layers of {stats.experts} experts on"
         f" {result['tokens']} tokens in {result['seconds']:.1f} s;"
-        f" {len(thin)} experts saw too few tokens and lean on their layer's mean\n"
+        f" {_thin_text(len(thin))}\n"
     )
+
+
+def _thin_text(count: int) -> str:
+    if count == 1:
+        return "1 expert saw too few tokens and leans on its layer's mean"
+    return f"{count} experts saw too few tokens and lean on their layer's mean"

@@ -19,6 +19,15 @@ import torch
 from numpy.typing import NDArray
 
 from models.streams import stream
+from runtime.calibrate_folder import (
+    STAGING,
+    drop_empty_staging,
+    is_complete,
+    move_up,
+    prepare,
+    usable_state,
+)
+from runtime.calibrate_source import load_model, load_tokenizer, model_identity, open_source
 from runtime.calibration_experts import ExpertsLayer, UnsupportedModelError, find_experts
 from runtime.calibration_pass import Labels, accumulate
 from runtime.calibration_stats import (
@@ -32,6 +41,8 @@ from runtime.calibration_stats import (
     write_layer,
 )
 from runtime.calibration_sums import LayerSums, Weighting, moment_bytes
+from runtime.quantize_folder import Existing, OutputError, made_and_locked, require_outside
+from runtime.quantize_provenance import differences
 
 __all__ = [
     "CalibrationError",
@@ -42,6 +53,7 @@ __all__ = [
     "calibration_sequences",
 ]
 
+MAX_SEED = (1 << 63) - 1
 Progress = Callable[[int, int], None]
 
 
@@ -77,6 +89,8 @@ class CalibrationSettings:
                 raise ValueError(f"{name} must be >= 1, found {getattr(self, name)}")
         if self.sequence_tokens < 2:
             raise ValueError(f"sequence_tokens must be >= 2, found {self.sequence_tokens}")
+        if not 0 <= self.seed <= MAX_SEED:
+            raise ValueError(f"seed must be within 0..{MAX_SEED}, found {self.seed}")
         if self.tokens < self.sequence_tokens:
             raise ValueError(
                 f"tokens must be at least sequence_tokens = {self.sequence_tokens}, "
@@ -94,12 +108,15 @@ def calibration_sequences(
     """
     length = settings.sequence_tokens
     windows = []
+    tokens = 0
     for text in texts:
         ids = tokenizer(text, add_special_tokens=False, verbose=False)["input_ids"]
+        tokens += len(ids)
         windows += [ids[i : i + length] for i in range(0, len(ids) - length + 1, length)]
     if not windows:
         raise CalibrationError(
-            f"the text does not fill one sequence of {length} tokens (sequence_tokens)"
+            f"no text fills one sequence of {length} tokens (sequence_tokens); all texts together"
+            f" have {tokens}"
         )
     wanted = min(settings.tokens // length, len(windows))
     chosen = stream(settings.seed, "calibration sequences").permutation(len(windows))[:wanted]
@@ -165,13 +182,11 @@ def calibrate_model(
 
     Raises:
         UnsupportedModelError: If the model's experts are of an unknown form.
+        CalibrationError: If a statistic is not finite; its layer is not written.
         OSError: If the disk refuses.
     """
     layers = find_experts(model)
-    identity = {"provenance": provenance or {}, "settings": _identity(settings)}
-    digest = hashlib.sha256(json.dumps(identity, sort_keys=True).encode())
-    digest.update(sequences.numpy().tobytes())
-    fingerprint = digest.hexdigest()
+    fingerprint = _fingerprint(sequences, settings, provenance or {})
     out.mkdir(parents=True, exist_ok=True)
     (out / INDEX).unlink(missing_ok=True)
     missing = [x for x in layers if layer_fingerprint(out / layer_file(x.layer)) != fingerprint]
@@ -213,6 +228,16 @@ def calibrate_model(
     return CalibrationStats.open(out)
 
 
+def _fingerprint(
+    sequences: torch.Tensor, settings: CalibrationSettings, provenance: dict[str, Any]
+) -> str:
+    """What must be the same for a layer's numbers to be the same."""
+    identity = {"provenance": provenance, "settings": _identity(settings)}
+    digest = hashlib.sha256(json.dumps(identity, sort_keys=True).encode())
+    digest.update(sequences.numpy().tobytes())
+    return digest.hexdigest()
+
+
 def _identity(settings: CalibrationSettings) -> dict[str, Any]:
     """Settings that change the numbers; how many layers a pass takes does not."""
     return {key: value for key, value in asdict(settings).items() if key != "memory_bytes"}
@@ -225,7 +250,9 @@ def calibrate_checkpoint(
     settings: CalibrationSettings | None = None,
     *,
     dtype: str = "float32",
+    existing: Existing = "refuse",
     progress: Progress = lambda done, total: None,
+    on_read: Progress = lambda done, total: None,
 ) -> CalibrationStats:
     """Calibrate a checkpoint directory in Hugging Face form (with its tokenizer) on text files.
 
@@ -238,48 +265,79 @@ def calibrate_checkpoint(
         out: Directory for the statistics.
         settings: How; defaults if None.
         dtype: float32 or bfloat16, in which the model runs.
+        existing: What to do about earlier statistics in ``out``: refuse; resume, keeping the
+            layers that are there (finished statistics of the same run are left as they are); or
+            overwrite. Finished ones are kept until those that replace them are complete.
         progress: Told tokens done and tokens to do.
+        on_read: Told bytes read and bytes to read while the weights are checked.
 
     Raises:
-        CalibrationError: If the source cannot be loaded, a text cannot be read, or is too short.
+        SourceError: If the checkpoint is not whole, or a weight is not finite.
+        CalibrationError: If the source cannot be loaded or run, a text cannot be read, or is too
+            short, or a statistic is not finite.
         UnsupportedModelError: If the model's experts are of an unknown form.
+        OutputError: If ``out`` holds something else, or is in use.
         OSError: If the disk refuses.
     """
-    import transformers
-
     settings = settings or CalibrationSettings()
     if dtype not in ("float32", "bfloat16"):
         raise CalibrationError(f"dtype must be float32 or bfloat16, found {dtype!r}")
     texts = [_text(path) for path in text_files]
-    if not (source / "config.json").is_file():
-        raise CalibrationError(f"{source}: no config.json")
-    try:
-        tokenizer = transformers.AutoTokenizer.from_pretrained(source, local_files_only=True)
-        model = transformers.AutoModelForCausalLM.from_pretrained(
-            source, dtype=getattr(torch, dtype), local_files_only=True
+    checkpoint = open_source(source)
+    require_outside(out, source)
+    usable_state(out, existing)
+    sequences = calibration_sequences(load_tokenizer(source), texts, settings)
+    largest = int(sequences.max())
+    if largest >= checkpoint.shape.vocab_size:
+        raise CalibrationError(
+            f"{source}: the tokenizer gives token {largest}, the model knows"
+            f" {checkpoint.shape.vocab_size}"
         )
-    except (OSError, ValueError, KeyError) as error:
-        line = str(error).strip().splitlines()[0] if str(error).strip() else type(error).__name__
-        raise CalibrationError(f"{source}: {line}") from error
-    find_experts(model)
-    model.set_experts_implementation("eager")
-    weights = sorted(source.glob("*.safetensors"))
     provenance = {
-        "config_sha256": hashlib.sha256((source / "config.json").read_bytes()).hexdigest(),
-        "weights": [[p.name, p.stat().st_size, p.stat().st_mtime_ns] for p in weights],
+        **model_identity(checkpoint, on_read),
         "texts": [
             [path.name, hashlib.sha256(text.encode()).hexdigest()]
             for path, text in zip(text_files, texts, strict=True)
         ],
         "dtype": dtype,
     }
-    return calibrate_model(
-        model,
-        calibration_sequences(tokenizer, texts, settings),
-        out,
-        settings,
-        provenance=provenance,
-        progress=progress,
+    fingerprint = _fingerprint(sequences, settings, provenance)
+    with made_and_locked(out):
+        state = usable_state(out, existing)
+        if existing == "resume" and is_complete(out):
+            move_up(out)  # was cut off in doing so
+            state = "finished"
+        if existing == "resume" and state == "finished" and not (out / STAGING).exists():
+            return _same_statistics(out, fingerprint, settings, provenance)
+        model = load_model(source, dtype)
+        find_experts(model)
+        folder = prepare(out, state, existing, fingerprint)
+        try:
+            stats = calibrate_model(
+                model, sequences, folder, settings, provenance=provenance, progress=progress
+            )
+        except BaseException:
+            drop_empty_staging(out)
+            raise
+        if folder != out:
+            move_up(out)
+            stats = CalibrationStats.open(out)
+        return stats
+
+
+def _same_statistics(
+    out: Path, fingerprint: str, settings: CalibrationSettings, provenance: dict[str, Any]
+) -> CalibrationStats:
+    """Finished statistics, if they are those that are asked for."""
+    stats = CalibrationStats.open(out)
+    if stats.index.get("fingerprint") == fingerprint:
+        return stats
+    found = {key: dict(stats.index.get(key, {})) for key in ("settings", "provenance")}
+    found["settings"].pop("memory_bytes", None)
+    wanted = {"settings": _identity(settings), "provenance": provenance}
+    different = differences(found, wanted) or ["tokenizer"]
+    raise OutputError(
+        f"{out}: finished, with another {', '.join(different)}; replace it with --overwrite"
     )
 
 

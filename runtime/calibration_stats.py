@@ -19,6 +19,7 @@ from numpy.typing import NDArray
 from safetensors.numpy import load, save
 
 from models.quality import RIDGE, required_tokens, shrinkage, shrunk_moment
+from runtime.checkpoint_tensors import named
 from traces.whole_file import write_whole
 
 FORMAT_VERSION = 1
@@ -42,13 +43,24 @@ def write_layer(
     """Write one layer's arrays whole, marked with what they were measured on.
 
     Raises:
+        CalibrationError: If a number is not finite; nothing is written.
         OSError: If the disk refuses.
     """
+    _require_finite(str(folder / layer_file(layer)), arrays)
     content = save(
         {name: np.ascontiguousarray(array) for name, array in arrays.items()},
         metadata={"fingerprint": fingerprint},  # one entry: more come in no fixed order
     )
-    write_whole(folder / layer_file(layer), content)
+    with named(folder / layer_file(layer)):
+        write_whole(folder / layer_file(layer), content)
+
+
+def _require_finite(place: str, arrays: Mapping[str, NDArray[Any]]) -> None:
+    for name, array in arrays.items():
+        finite = np.isfinite(array)
+        if not finite.all():
+            first = [int(i) for i in np.unravel_index(int(finite.argmin()), array.shape)]
+            raise CalibrationError(f"{place}: {name} is not finite at {first}")
 
 
 def layer_fingerprint(path: Path) -> str | None:
@@ -73,7 +85,8 @@ def write_index(folder: Path, content: Mapping[str, Any], layers: int) -> None:
         with (folder / layer_file(layer)).open("rb") as stream:
             files[layer_file(layer)] = hashlib.file_digest(stream, "sha256").hexdigest()
     index = {"format_version": FORMAT_VERSION, **content, "layers": layers, "sha256": files}
-    write_whole(folder / INDEX, json.dumps(index, indent=1).encode())
+    with named(folder / INDEX):
+        write_whole(folder / INDEX, json.dumps(index, indent=1).encode())
 
 
 class CalibrationStats:
@@ -137,6 +150,40 @@ class CalibrationStats:
                 raise CalibrationError(
                     f"{self.folder / INDEX}: {name} is {self.index[name]}, the model has {value}"
                 )
+
+    def require_model(self, *, weights_sha256: str, config_sha256: str) -> None:
+        """Check that the statistics were measured on these very weights.
+
+        Args:
+            weights_sha256: Digest of the model's tensors, see ``checkpoint_scan``.
+            config_sha256: Of its ``config.json``.
+
+        Raises:
+            CalibrationError: If they are of another model, or do not say of which.
+        """
+        found = self.index.get("provenance")
+        wanted = {"weights_sha256": weights_sha256, "config_sha256": config_sha256}
+        for name, value in wanted.items():
+            if not isinstance(found, dict) or name not in found:
+                raise CalibrationError(
+                    f"{self.folder / INDEX}: provenance.{name} is missing, so the model they were"
+                    " measured on is not known; calibrate again"
+                )
+            if found[name] != value:
+                what = "weights" if name == "weights_sha256" else "config.json"
+                raise CalibrationError(
+                    f"{self.folder}: statistics of another model: its {what} had SHA-256"
+                    f" {str(found[name])[:12]}..., this model's has {value[:12]}..."
+                )
+
+    def check(self) -> None:
+        """Read all layers.
+
+        Raises:
+            CalibrationError: If one is damaged or not finite.
+        """
+        for layer in range(self.layers):
+            self._load(layer)
 
     def input_second_moment(self, layer: int, expert: int, module: int) -> FloatArray:
         """[K, K] H of a block, positive definite; [K], its diagonal, if only that was kept.
@@ -219,4 +266,5 @@ class CalibrationStats:
         if hashlib.sha256(content).hexdigest() != self.index["sha256"].get(name):
             raise CalibrationError(f"{self.folder / name}: checksum differs from {INDEX}")
         arrays: dict[str, NDArray[Any]] = load(content)
+        _require_finite(str(self.folder / name), arrays)
         return arrays

@@ -13,8 +13,8 @@ import hashlib
 import json
 import math
 import os
-from collections.abc import Iterable, Mapping
-from contextlib import suppress
+from collections.abc import Iterable, Iterator, Mapping
+from contextlib import contextmanager, suppress
 from dataclasses import dataclass
 from pathlib import Path
 from types import TracebackType
@@ -194,9 +194,14 @@ class TensorFileWriter:
         text = json.dumps(header, separators=(",", ":")).encode()
         text += b" " * (-len(text) % 8)
         self._size = LENGTH_BYTES + len(text) + place
-        self._stream = self._partial.open("wb")
-        self.write(len(text).to_bytes(LENGTH_BYTES, "little"))
-        self.write(text)
+        with named(path):
+            self._stream = self._partial.open("wb")
+        try:
+            self.write(len(text).to_bytes(LENGTH_BYTES, "little"))
+            self.write(text)
+        except OSError:
+            self._give_up()
+            raise
 
     def write(self, content: bytes | bytearray | memoryview) -> None:
         """Append bytes of the tensors, in order.
@@ -204,7 +209,8 @@ class TensorFileWriter:
         Raises:
             OSError: If the disk refuses.
         """
-        self._stream.write(content)
+        with named(self._path):
+            self._stream.write(content)
         self._hash.update(content)
         self._written += len(content)
 
@@ -217,10 +223,11 @@ class TensorFileWriter:
         """
         if self._written != self._size:
             raise ValueError(f"{self._path}: {self._written} bytes written of {self._size}")
-        self._stream.flush()
-        os.fsync(self._stream.fileno())
-        self._stream.close()
-        self._partial.replace(self._path)
+        with named(self._path):
+            self._stream.flush()
+            os.fsync(self._stream.fileno())
+            self._stream.close()
+            self._partial.replace(self._path)
         return self._size, self._hash.hexdigest()
 
     def __enter__(self) -> Self:
@@ -232,9 +239,23 @@ class TensorFileWriter:
         error: BaseException | None,
         trace: TracebackType | None,
     ) -> None:
-        self._stream.close()
+        self._give_up()
+
+    def _give_up(self) -> None:
+        with suppress(OSError):  # a full disk refuses the buffered rest once more
+            self._stream.close()
         with suppress(OSError):
             self._partial.unlink(missing_ok=True)
+
+
+@contextmanager
+def named(path: Path) -> Iterator[None]:
+    """Errors of the disk inside say which file they are about, even where the system does not."""
+    try:
+        yield
+    except OSError as error:
+        error.filename = str(path)
+        raise
 
 
 def partial_path(path: Path) -> Path:

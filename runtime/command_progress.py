@@ -12,17 +12,19 @@ if TYPE_CHECKING:
     from rich.progress import Progress, TaskID
 
 
-@contextmanager
-def bar(label: str, unit: str, scale: float) -> Iterator[Callable[[float, float], None]]:
-    """Yield ``show(done, total)``; draws nothing unless standard error is a terminal.
+Show = Callable[[float, float], None]
 
-    Args:
-        label: What is done.
-        unit: Written behind numbers and speed.
-        scale: How many make one unit.
+
+@contextmanager
+def phases() -> Iterator[Callable[[str, str, float], Show]]:
+    """Yield ``phase(label, unit, scale)``, which gives ``show(done, total)`` of one phase's bar.
+
+    A bar appears when its phase first shows something; none unless standard error is a terminal.
+    ``label`` says what is done, ``unit`` is written behind numbers and speed, ``scale`` is how many
+    make one unit.
     """
     if not sys.stderr.isatty():
-        yield lambda done, total: None
+        yield lambda label, unit, scale: lambda done, total: None
         return
     from rich.console import Console
     from rich.progress import BarColumn, Progress, TextColumn, TimeRemainingColumn
@@ -30,14 +32,25 @@ def bar(label: str, unit: str, scale: float) -> Iterator[Callable[[float, float]
     columns = (
         TextColumn("{task.description}"),
         BarColumn(),
-        TextColumn(f"{{task.completed:.1f}}/{{task.total:.1f}} {unit}"),
+        TextColumn("{task.completed:.1f}/{task.total:.1f} {task.fields[unit]}"),
         TextColumn("{task.fields[speed]}"),
         TextColumn("ETA"),
         TimeRemainingColumn(),
     )
     with Progress(*columns, console=Console(stderr=True), transient=True) as progress:
-        task = progress.add_task(label, total=1.0, speed="")
-        yield _Show(progress, task, unit, scale)
+
+        def phase(label: str, unit: str, scale: float) -> Show:
+            task = progress.add_task(label, total=1.0, visible=False, speed="", unit=unit)
+            return _Show(progress, task, unit, scale)
+
+        yield phase
+
+
+@contextmanager
+def bar(label: str, unit: str, scale: float) -> Iterator[Show]:
+    """Yield ``show(done, total)`` of a command with one phase; see ``phases``."""
+    with phases() as phase:
+        yield phase(label, unit, scale)
 
 
 class _Show:
@@ -55,7 +68,7 @@ class _Show:
         now = time.perf_counter()
         if self._first is None:
             self._first = (now, done)
-            self._progress.reset(self._task, total=total, completed=int(done))
+            self._progress.reset(self._task, total=total, completed=int(done), visible=True)
         began, had = self._first
         speed = f"{(done - had) / (now - began):.2f} {self._unit}/s" if now > began else ""
         self._progress.update(self._task, completed=done, total=total, speed=speed)

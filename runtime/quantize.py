@@ -9,30 +9,37 @@ number of threads.
 from __future__ import annotations
 
 import hashlib
+import shutil
+from collections.abc import Callable, Mapping
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Protocol
 
 from runtime.calibration_stats import CalibrationStats
+from runtime.checkpoint_required import require_tensors
+from runtime.checkpoint_scan import scan_weights
 from runtime.checkpoint_shards import INDEX
 from runtime.checkpoint_source import CheckpointSource, SourceBlock
+from runtime.checkpoint_tensors import file_sha256, named
 from runtime.quantize_block import QuantizeError
 from runtime.quantize_files import copy_others, write_experts
 from runtime.quantize_folder import (
     Existing,
     OutputError,
+    State,
     clear,
-    locked,
+    made_and_locked,
+    move_up,
     output_state,
     remove_partial,
+    require_outside,
+    require_replaceable,
     require_room,
 )
 from runtime.quantize_journal import DoneFile, Journal, JournalError
-from runtime.quantize_provenance import provenance, run_identity
+from runtime.quantize_provenance import differences, provenance, run_identity
 from runtime.quantize_settings import (
-    ExpertFile,
-    OtherFile,
     QuantizeSettings,
     block_bytes,
     expert_files,
@@ -41,6 +48,7 @@ from runtime.quantize_settings import (
 from runtime.quantized_manifest import (
     JOURNAL,
     MANIFEST,
+    STAGING,
     BlockRecord,
     FileRecord,
     Manifest,
@@ -88,8 +96,12 @@ def quantize_checkpoint(
     existing: Existing = "refuse",
     threads: int = 1,
     progress: QuantizeProgress | None = None,
+    on_read: Callable[[int, int], None] = lambda done, total: None,
 ) -> Manifest:
     """Quantize a checkpoint into a folder.
+
+    All that can be known beforehand is checked before anything is written; the source is read
+    once for it.
 
     Args:
         source_folder: A Hugging Face checkpoint.
@@ -98,32 +110,31 @@ def quantize_checkpoint(
         calibration: Folder of calibration statistics; None for the plain squared error.
         existing: What to do about an earlier run in ``output``: refuse; resume it, keeping its
             finished files (a finished run of the same settings is left as it is); or overwrite.
+            A finished result is kept until the one that replaces it is complete.
         threads: Threads over stripes of rows, >= 1.
         progress: Who is told.
+        on_read: Told bytes read and bytes to read while the source is checked.
 
     Returns:
         What ``pagedweight.json`` says.
 
     Raises:
-        SourceError: If the source is not understood.
+        SourceError: If the source is not understood, or a weight is not finite or beyond float16.
         CalibrationError: If the calibration is damaged or of another model.
-        QuantizeError: If a weight is not finite or beyond float16.
+        QuantizeError: If the source changes while it is read.
         OutputError: If the folder is of something else, in use, or the disk too small.
         JournalError: If the unfinished run is of another source or other settings.
     """
     if threads < 1:
         raise ValueError(f"threads: {threads}, must be at least 1")
     source = CheckpointSource.open(source_folder)
-    stats = _open_calibration(calibration, source)
+    require_tensors(source.folder, source.shape, source.shards)
+    stats = None if calibration is None else _open_calibration(calibration, source)
     run = _Run(source, stats, settings or QuantizeSettings(), Path(output), threads)
-    return run.execute(existing, progress or _Silent())
+    return run.execute(existing, progress or _Silent(), on_read)
 
 
-def _open_calibration(
-    folder: Path | str | None, source: CheckpointSource
-) -> CalibrationStats | None:
-    if folder is None:
-        return None
+def _open_calibration(folder: Path | str, source: CheckpointSource) -> CalibrationStats:
     stats = CalibrationStats.open(folder)
     moe = source.shape.moe_layers[0]
     stats.require(
@@ -143,49 +154,115 @@ class _Run:
     output: Path
     threads: int
 
-    def execute(self, existing: Existing, progress: QuantizeProgress) -> Manifest:
-        if self.output.resolve() == self.source.folder.resolve():
-            raise OutputError(f"{self.output}: is the source itself")
-        self._require_usable(output_state(self.output), existing)
-        self.output.mkdir(parents=True, exist_ok=True)
-        with locked(self.output):
-            state = output_state(self.output)
-            self._require_usable(state, existing)
-            if state == "finished" and existing == "resume":
-                (self.output / JOURNAL).unlink(missing_ok=True)
+    def execute(
+        self,
+        existing: Existing,
+        progress: QuantizeProgress,
+        on_read: Callable[[int, int], None],
+    ) -> Manifest:
+        require_outside(self.output, self.source.folder)
+        state = self._usable_state(existing)
+        if self._is_done(state, existing):
+            return self._finished()
+        weights_sha256 = self._checked_inputs(on_read)
+        if state != "unfinished":
+            self._require_room({})
+        with made_and_locked(self.output):
+            state = self._usable_state(existing)
+            if self._is_done(state, existing):
                 return self._finished()
-            identity = run_identity(self.source, self.stats, self.settings)
-            if state == "unfinished" and existing == "resume":
-                journal = Journal.read(self.output, identity)
-            else:
-                journal = Journal(self.output, identity)
-                journal.write()  # from here on the folder is an unfinished run, not a foreign one
-                clear(self.output)
             remove_partial(self.output)
-            self._write_files(journal, progress)
-            manifest = self._manifest(journal)
-            write_whole(self.output / MANIFEST, manifest.to_json())
-            (self.output / JOURNAL).unlink()
+            staging = self.output / STAGING
+            if existing == "resume" and (staging / MANIFEST).exists():
+                move_up(self.output)  # was cut off in doing so
+                return self._finished()
+            folder = staging if state == "finished" else self.output
+            manifest = self._write(folder, existing, weights_sha256, progress)
+            if folder == staging:
+                move_up(self.output)
             return manifest
 
-    def _require_usable(self, state: str, existing: Existing) -> None:
+    def _usable_state(self, existing: Existing) -> State:
+        state = output_state(self.output)
         if existing == "refuse" and state != "empty":
             raise OutputError(
                 f"{self.output}: holds {state} work; take it up with --resume or replace it with"
                 " --overwrite"
             )
+        if existing == "overwrite" and state == "finished":
+            require_replaceable(self.output)
+        return state
+
+    def _is_done(self, state: State, existing: Existing) -> bool:
+        replaced = (self.output / STAGING).exists()
+        return state == "finished" and existing == "resume" and not replaced
+
+    def _checked_inputs(self, on_read: Callable[[int, int], None]) -> str:
+        """Read all that the result depends on once; returns the digest of the weights."""
+        total = self.source.expert_bytes + self.source.other_bytes
+        done = 0
+
+        def advance(num_bytes: int) -> None:
+            nonlocal done
+            done += num_bytes
+            on_read(done, total)
+
+        digest = scan_weights(self.source, experts_in_float16=True, on_bytes=advance)
+        if self.stats is not None:
+            config = file_sha256(self.source.folder / "config.json")
+            self.stats.require_model(weights_sha256=digest, config_sha256=config)
+            self.stats.check()
+        return digest
+
+    def _write(
+        self, folder: Path, existing: Existing, weights_sha256: str, progress: QuantizeProgress
+    ) -> Manifest:
+        """Write a whole result into a folder; without one finished file nothing is left there."""
+        identity = run_identity(self.source, self.stats, self.settings, weights_sha256)
+        if existing == "resume" and (folder / JOURNAL).exists():
+            journal = Journal.read(folder, identity)
+        else:
+            journal = Journal(folder, identity)
+            if folder.name == STAGING:
+                shutil.rmtree(folder, ignore_errors=True)
+                folder.mkdir()
+            journal.write()  # from here on the folder is an unfinished run, not a foreign one
+            clear(folder)
+        try:
+            remove_partial(folder)
+            self._require_room(journal.files)
+            self._write_files(folder, journal, progress)
+            manifest = self._manifest(journal, weights_sha256)
+            with named(folder / MANIFEST):
+                write_whole(folder / MANIFEST, manifest.to_json())
+        except BaseException:
+            if not journal.files:
+                journal.remove()
+                if folder.name == STAGING:
+                    shutil.rmtree(folder, ignore_errors=True)
+            raise
+        journal.remove()
+        return manifest
 
     def _finished(self) -> Manifest:
         manifest = read_manifest(self.output)
-        wanted = provenance(self.source, self.stats, self.settings)
-        for key in ("settings", "source", "calibration"):
-            if manifest.provenance.get(key) != wanted[key]:
-                raise OutputError(
-                    f"{self.output}: finished, with another {key}; replace it with --overwrite"
-                )
+        found = manifest.provenance
+        digest = found["source"].get("weights_sha256")  # not taken again: a long reading
+        wanted = provenance(self.source, self.stats, self.settings, digest)
+        different = [
+            name
+            for key in ("settings", "source", "calibration")
+            for name in differences(found.get(key), wanted[key], key)
+        ]
+        if different:
+            raise OutputError(
+                f"{self.output}: finished, with another {', '.join(different)}; replace it with"
+                " --overwrite"
+            )
+        (self.output / JOURNAL).unlink(missing_ok=True)
         return manifest
 
-    def _write_files(self, journal: Journal, progress: QuantizeProgress) -> None:
+    def _write_files(self, folder: Path, journal: Journal, progress: QuantizeProgress) -> None:
         experts = expert_files(self.source.blocks, self.settings)
         others = other_files(self.source)
         names = {file.name for file in experts} | {file.name for file in others}
@@ -195,13 +272,12 @@ class _Run:
             sum(_weights(block) for file in kept for block in file.blocks),
             len(names & set(journal.files)),
         )
-        self._require_room(journal, experts, others)
         with ThreadPoolExecutor(self.threads) as pool:
             for file in experts:
                 if file.name not in journal.files:
                     done = write_experts(
                         file,
-                        self.output,
+                        folder,
                         self.source,
                         self.stats,
                         self.settings,
@@ -212,35 +288,34 @@ class _Run:
                     progress.on_file(file.name)
         for other in others:
             if other.name not in journal.files:
-                journal.add(other.name, copy_others(other, self.output, self.source))
+                journal.add(other.name, copy_others(other, folder, self.source))
                 progress.on_file(other.name)
         for path in _kept_files(self.source.folder):
             content = path.read_bytes()
-            write_whole(self.output / path.name, content)
+            with named(folder / path.name):
+                write_whole(folder / path.name, content)
             record = FileRecord(len(content), hashlib.sha256(content).hexdigest())
             journal.files[path.name] = DoneFile(record)
 
-    def _require_room(
-        self, journal: Journal, experts: tuple[ExpertFile, ...], others: tuple[OtherFile, ...]
-    ) -> None:
+    def _require_room(self, done: Mapping[str, DoneFile]) -> None:
         needed = sum(
             block_bytes(block, self.settings)
-            for file in experts
-            if file.name not in journal.files
+            for file in expert_files(self.source.blocks, self.settings)
+            if file.name not in done
             for block in file.blocks
         )
-        for other in others:
-            if other.name not in journal.files:
+        for other in other_files(self.source):
+            if other.name not in done:
                 tensors = self.source.other_tensors[other.source].values()
                 needed += sum(entry.num_bytes for entry in tensors)
         require_room(self.output, needed)
 
-    def _manifest(self, journal: Journal) -> Manifest:
+    def _manifest(self, journal: Journal, weights_sha256: str) -> Manifest:
         blocks = []
         for file in expert_files(self.source.blocks, self.settings):
             done = journal.files[file.name]
-            for block, crc32, damage in zip(
-                file.blocks, done.plane_crc32, done.damage, strict=True
+            for block, planes, tables, damage in zip(
+                file.blocks, done.plane_crc32, done.table_crc32, done.damage, strict=True
             ):
                 blocks.append(
                     BlockRecord(
@@ -250,8 +325,9 @@ class _Run:
                         rows=block.rows,
                         columns=block.columns,
                         file=file.name,
-                        plane_crc32=tuple(crc32),
+                        plane_crc32=tuple(planes),
                         damage=tuple(damage),
+                        table_crc32=tuple(tables),
                     )
                 )
         return Manifest(
@@ -261,7 +337,7 @@ class _Run:
             damage_kind="squared_error" if self.stats is None else "calibrated",
             blocks=tuple(blocks),
             files={name: journal.files[name].record for name in sorted(journal.files)},
-            provenance=provenance(self.source, self.stats, self.settings),
+            provenance=provenance(self.source, self.stats, self.settings, weights_sha256),
         )
 
 

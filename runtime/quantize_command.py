@@ -41,7 +41,8 @@ def quantize(
         bool, typer.Option("--resume", help="Take up an unfinished run; keep its whole files.")
     ] = False,
     overwrite: Annotated[
-        bool, typer.Option("--overwrite", help="Replace what an earlier run has written.")
+        bool,
+        typer.Option("--overwrite", help="Replace an earlier run, once the new one is complete."),
     ] = False,
     as_json: Annotated[bool, typer.Option("--json", help="Print JSON instead of a table.")] = False,
 ) -> None:
@@ -51,7 +52,7 @@ def quantize(
     """
     if resume and overwrite:
         raise typer.BadParameter("--resume and --overwrite exclude each other")
-    from runtime.command_progress import bar
+    from runtime.command_progress import phases
     from runtime.quantize import QuantizeSettings, quantize_checkpoint
     from runtime.quantize_settings import SettingsError
 
@@ -60,8 +61,8 @@ def quantize(
     except SettingsError as error:
         raise typer.BadParameter(str(error)) from None
     began = time.perf_counter()
-    with bar("quantizing", "M weights", 1e6) as show:
-        watch = _Watch(show)
+    with phases() as phase:
+        watch = _Watch(phase("quantizing", "M weights", 1e6))
         manifest = quantize_checkpoint(
             source,
             output,
@@ -70,6 +71,7 @@ def quantize(
             existing="resume" if resume else "overwrite" if overwrite else "refuse",
             threads=threads or len(os.sched_getaffinity(0)),
             progress=watch,
+            on_read=phase("checking", "MB", 1e6),
         )
     result = _result(output, manifest, watch, time.perf_counter() - began)
     if as_json:

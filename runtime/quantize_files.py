@@ -51,22 +51,20 @@ def write_experts(
     tensors: TensorLayout = {}
     for block in file.blocks:
         tensors.update(block_tensors(block, settings))
-    checksums: list[list[int]] = []
+    planes: list[list[int]] = []
+    tables: list[list[int]] = []
     damage: list[list[float]] = []
     with TensorFileWriter(folder / file.name, tensors, METADATA) as writer:
         for block in file.blocks:
             signals = None if stats is None else _signals(stats, block)
             result = quantize_block(source, block, signals, settings, pool, on_weights)
-            checksums.append([])
-            for plane in result.planes:
-                content = _little_endian(plane, "<u4")
-                checksums[-1].append(zlib.crc32(content))
-                writer.write(content)
-            for table in result.tables.values():
-                writer.write(_little_endian(table, "<f2"))
+            contents = [_little_endian(plane, "<u4") for plane in result.planes]
+            planes.append([_written(writer, content) for content in contents])
+            contents = [_little_endian(table, "<f2") for table in result.tables.values()]
+            tables.append([_written(writer, content) for content in contents])
             damage.append(result.damage.tolist())
         size, sha256 = writer.close()
-    return DoneFile(FileRecord(size, sha256), checksums, damage)
+    return DoneFile(FileRecord(size, sha256), planes, tables, damage)
 
 
 def copy_others(file: OtherFile, folder: Path, source: CheckpointSource) -> DoneFile:
@@ -79,13 +77,22 @@ def copy_others(file: OtherFile, folder: Path, source: CheckpointSource) -> Done
     entries = source.other_tensors[file.source]
     tensors = {name: (entry.dtype, entry.shape) for name, entry in entries.items()}
     path = source.folder / file.source
+    checksums = dict.fromkeys(entries, 0)
     with TensorFileWriter(folder / file.name, tensors, METADATA) as writer:
-        for entry in entries.values():
+        for name, entry in entries.items():
             for start in range(0, entry.num_bytes, COPY_BYTES):
                 count = min(COPY_BYTES, entry.num_bytes - start)
-                writer.write(read_bytes(path, entry.start + start, count))
+                content = read_bytes(path, entry.start + start, count)
+                checksums[name] = zlib.crc32(content, checksums[name])
+                writer.write(content)
         size, sha256 = writer.close()
-    return DoneFile(FileRecord(size, sha256))
+    return DoneFile(FileRecord(size, sha256, checksums))
+
+
+def _written(writer: TensorFileWriter, content: memoryview) -> int:
+    """Write, and return the CRC-32."""
+    writer.write(content)
+    return zlib.crc32(content)
 
 
 def _signals(stats: CalibrationStats, block: SourceBlock) -> BlockSignals:

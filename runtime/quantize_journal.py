@@ -11,7 +11,8 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
-from runtime.checkpoint_tensors import file_sha256
+from runtime.checkpoint_tensors import file_sha256, named
+from runtime.quantize_provenance import differences
 from runtime.quantized_manifest import JOURNAL, FileRecord
 from traces.whole_file import write_whole
 
@@ -26,11 +27,13 @@ class DoneFile:
 
     record: its size and SHA-256.
     plane_crc32: per block, the CRC-32 of every plane; empty for a file without experts.
+    table_crc32: per block, the CRC-32 of every level's table.
     damage: per block and level.
     """
 
     record: FileRecord
     plane_crc32: list[list[int]] = field(default_factory=list)
+    table_crc32: list[list[int]] = field(default_factory=list)
     damage: list[list[float]] = field(default_factory=list)
 
 
@@ -65,16 +68,20 @@ class Journal:
             found, items = table["identity"], table["files"]
             files = {
                 name: DoneFile(
-                    FileRecord(item["bytes"], item["sha256"]), item["plane_crc32"], item["damage"]
+                    FileRecord(item["bytes"], item["sha256"], item["tensor_crc32"]),
+                    item["plane_crc32"],
+                    item["table_crc32"],
+                    item["damage"],
                 )
                 for name, item in items.items()
             }
         except (OSError, ValueError, KeyError, TypeError, AttributeError):
             raise JournalError(f"{path}: cannot be read; start again with --overwrite") from None
-        different = _first_difference(found, json.loads(json.dumps(identity)))
+        different = differences(found, identity)
         if different:
             raise JournalError(
-                f"{path}: the unfinished run had another {different}; start again with --overwrite"
+                f"{path}: the unfinished run had another {', '.join(different)}; start again with"
+                " --overwrite"
             )
         kept = {name: done for name, done in files.items() if _is_whole(folder / name, done.record)}
         return cls(folder, identity, kept)
@@ -98,13 +105,21 @@ class Journal:
             name: {
                 "bytes": done.record.num_bytes,
                 "sha256": done.record.sha256,
+                "tensor_crc32": done.record.tensor_crc32,
                 "plane_crc32": done.plane_crc32,
+                "table_crc32": done.table_crc32,
                 "damage": done.damage,
             }
             for name, done in self.files.items()
         }
         table = {"identity": self._identity, "files": files}
-        write_whole(self._folder / JOURNAL, json.dumps(table).encode())
+        path = self._folder / JOURNAL
+        with named(path):
+            write_whole(path, json.dumps(table).encode())
+
+    def remove(self) -> None:
+        """Remove the journal from the disk."""
+        (self._folder / JOURNAL).unlink(missing_ok=True)
 
 
 def _is_whole(path: Path, record: FileRecord) -> bool:
@@ -112,17 +127,3 @@ def _is_whole(path: Path, record: FileRecord) -> bool:
         return path.stat().st_size == record.num_bytes and file_sha256(path) == record.sha256
     except OSError:
         return False
-
-
-def _first_difference(found: Any, wanted: Any, place: str = "") -> str:
-    """Dotted name of the first entry in which two JSON tables differ; empty if none."""
-    if isinstance(found, dict) and isinstance(wanted, dict):
-        for key in [*wanted, *(key for key in found if key not in wanted)]:
-            name = f"{place}.{key}" if place else key
-            if key not in found or key not in wanted:
-                return name
-            inner = _first_difference(found[key], wanted[key], name)
-            if inner:
-                return inner
-        return ""
-    return "" if found == wanted else f"{place} ({found!r}, now {wanted!r})"

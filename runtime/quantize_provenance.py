@@ -15,7 +15,10 @@ PACKAGES = ("serving-twin", "numpy", "numba")
 
 
 def provenance(
-    source: CheckpointSource, stats: CalibrationStats | None, settings: QuantizeSettings
+    source: CheckpointSource,
+    stats: CalibrationStats | None,
+    settings: QuantizeSettings,
+    weights_sha256: str | None,
 ) -> dict[str, Any]:
     """Plain JSON that goes into the manifest; the same inputs give the same.
 
@@ -23,6 +26,7 @@ def provenance(
         source: The checkpoint.
         stats: Its calibration, if there is one.
         settings: Bit widths.
+        weights_sha256: Digest of the source's tensors; None where none was taken.
     """
     calibration = None
     if stats is not None:
@@ -30,8 +34,10 @@ def provenance(
             "name": stats.folder.resolve().name,
             "index_sha256": file_sha256(stats.folder / CALIBRATION_INDEX),
         }
+    digest = {} if weights_sha256 is None else {"weights_sha256": weights_sha256}
     return {
         "source": {
+            **digest,
             "name": source.folder.resolve().name,
             "model_type": source.shape.model_type,
             "dtypes": sorted({part.dtype for block in source.blocks for part in block.parts}),
@@ -49,8 +55,33 @@ def provenance(
 
 
 def run_identity(
-    source: CheckpointSource, stats: CalibrationStats | None, settings: QuantizeSettings
+    source: CheckpointSource,
+    stats: CalibrationStats | None,
+    settings: QuantizeSettings,
+    weights_sha256: str,
 ) -> dict[str, Any]:
     """What must be the same for a run to be taken up: provenance and the shards' times."""
     times = {name: (source.folder / name).stat().st_mtime_ns for name in source.shards.headers}
-    return {**provenance(source, stats, settings), "source_mtime_ns": times}
+    found = provenance(source, stats, settings, weights_sha256)
+    return {**found, "source_mtime_ns": times}
+
+
+def differences(found: Any, wanted: Any, place: str = "") -> list[str]:
+    """Dotted names of all entries in which two tables of plain JSON differ, with both values."""
+    if isinstance(found, dict) and isinstance(wanted, dict):
+        result = []
+        for key in [*wanted, *(key for key in found if key not in wanted)]:
+            name = f"{place}.{key}" if place else key
+            if key not in found or key not in wanted:
+                result.append(name)
+            else:
+                result += differences(found[key], wanted[key], name)
+        return result
+    if isinstance(wanted, tuple):
+        wanted = list(wanted)
+    return [] if found == wanted else [f"{place} ({_short(found)}, now {_short(wanted)})"]
+
+
+def _short(value: Any) -> str:
+    text = repr(value)
+    return text if len(text) <= 40 else f"{text[:37]}..."

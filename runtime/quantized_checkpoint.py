@@ -108,14 +108,14 @@ class QuantizedCheckpoint:
             on_bytes: Told the size of every file that is done.
 
         Raises:
-            QuantizedCheckpointError: For the first file that differs; names the damaged planes
-                where it is a file of experts.
+            QuantizedCheckpointError: For the first file that differs; names the first damaged
+                tensor in it.
         """
         for name, record in self.manifest.files.items():
             if file_sha256(self.folder / name) != record.sha256:
                 raise QuantizedCheckpointError(
                     f"{self.folder / name}: SHA-256 differs from pagedweight.json"
-                    + self._damaged_planes(name)
+                    + self._damaged_tensor(name)
                 )
             on_bytes(record.num_bytes)
 
@@ -124,11 +124,11 @@ class QuantizedCheckpoint:
 
         Args:
             index: Its number, layer by layer, expert by expert, gate_up before down.
-            verify: Also compare the CRC-32 of its planes.
+            verify: Also compare the CRC-32 of its planes and tables.
 
         Raises:
             IndexError: If there is no such block.
-            QuantizedCheckpointError: If a plane is damaged.
+            QuantizedCheckpointError: If a plane or table is damaged.
         """
         record = self.blocks[index]
         arrays: dict[str, NDArray[Any]] = {}
@@ -136,15 +136,16 @@ class QuantizedCheckpoint:
             numpy_dtype = "<u4" if dtype == "I32" else "<f2"
             arrays[name] = np.frombuffer(self._bytes(name), numpy_dtype).reshape(shape)
         planes = arrays[f"{record.name}.planes"]
+        tables = {q: arrays[f"{record.name}.table{q}"] for q in self.levels}
+        block = QuantizedBlock(planes, tables, record.columns)
         if verify:
-            damaged = damaged_planes(planes, record)
+            damaged = damaged_parts(block, record)
             if damaged:
                 raise QuantizedCheckpointError(
-                    f"{self.folder / record.file}: tensor {record.name}.planes: CRC-32 of plane"
-                    f" {damaged[0]} differs from pagedweight.json"
+                    f"{self.folder / record.file}: {record.name}: CRC-32 of {damaged[0]} differs"
+                    " from pagedweight.json"
                 )
-        tables = {q: arrays[f"{record.name}.table{q}"] for q in self.levels}
-        return QuantizedBlock(planes, tables, record.columns)
+        return block
 
     def other_tensor(self, name: str) -> tuple[str, tuple[int, ...], memoryview]:
         """dtype as safetensors spells it, shape and bytes of a tensor that is no expert's.
@@ -174,22 +175,34 @@ class QuantizedCheckpoint:
                 self._views[file] = mmap.mmap(stream.fileno(), 0, access=mmap.ACCESS_READ)
         return memoryview(self._views[file])[entry.start : entry.start + entry.num_bytes]
 
-    def _damaged_planes(self, file: str) -> str:
+    def _damaged_tensor(self, file: str) -> str:
         for index, record in enumerate(self.blocks):
             if record.file == file:
-                damaged = damaged_planes(self.block(index).planes, record)
+                damaged = damaged_parts(self.block(index), record)
                 if damaged:
-                    return f"; plane {damaged[0]} of {record.name} is damaged"
+                    return f"; {damaged[0]} of {record.name} is damaged"
+        for name, checksum in self.manifest.files[file].tensor_crc32.items():
+            if name in self._entries and zlib.crc32(self._bytes(name)) != checksum:
+                return f"; tensor {name} is damaged"
         return ""
 
 
-def damaged_planes(planes: NDArray[np.uint32], block: BlockRecord) -> list[int]:
-    """Planes whose CRC-32 differs from the manifest's."""
-    return [
-        plane
-        for plane, checksum in enumerate(block.plane_crc32)
-        if zlib.crc32(planes[plane].tobytes()) != checksum
+def damaged_parts(block: QuantizedBlock, record: BlockRecord) -> list[str]:
+    """Planes and tables whose CRC-32 differs from the manifest's; version 1 knows planes only."""
+    planes = zip(block.planes, record.plane_crc32, strict=True)
+    damaged = [
+        f"plane {number}"
+        for number, (plane, checksum) in enumerate(planes)
+        if zlib.crc32(plane.tobytes()) != checksum
     ]
+    if record.table_crc32:
+        tables = zip(block.tables.items(), record.table_crc32, strict=True)
+        damaged += [
+            f"table{bits}"
+            for (bits, table), checksum in tables
+            if zlib.crc32(table.tobytes()) != checksum
+        ]
+    return damaged
 
 
 def _checked_entries(folder: Path, manifest: Manifest) -> dict[str, tuple[str, TensorEntry]]:

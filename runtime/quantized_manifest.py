@@ -7,15 +7,17 @@ from __future__ import annotations
 
 import json
 import math
-from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, Literal, TypeVar
 
 MANIFEST = "pagedweight.json"
 JOURNAL = "pagedweight-progress.json"
+STAGING = "pagedweight-new"  # folder of a result that is to replace a finished one
 FORMAT = "pagedweight"
-FORMAT_VERSION = 1
+FORMAT_VERSION = 2
+READABLE_VERSIONS = (1, 2)  # 1 has checksums of planes, not of tables and other tensors
 MODULES = ("gate_up", "down")
 
 T = TypeVar("T")
@@ -29,10 +31,17 @@ class QuantizedCheckpointError(ValueError):
 
 @dataclass(frozen=True, slots=True)
 class FileRecord:
-    """One file of the checkpoint: its size and SHA-256."""
+    """One file of the checkpoint.
+
+    num_bytes: its size.
+    sha256: of its bytes.
+    tensor_crc32: CRC-32 by tensor, where it is a file of tensors that are no expert's; empty in
+        version 1.
+    """
 
     num_bytes: int
     sha256: str
+    tensor_crc32: dict[str, int] = field(default_factory=dict)
 
 
 @dataclass(frozen=True, slots=True)
@@ -47,6 +56,7 @@ class BlockRecord:
     file: the file that holds it.
     plane_crc32: CRC-32 of every plane's bytes.
     damage: damage at every level.
+    table_crc32: CRC-32 of every level's table; empty in version 1.
     """
 
     layer: int
@@ -57,6 +67,7 @@ class BlockRecord:
     file: str
     plane_crc32: tuple[int, ...]
     damage: tuple[float, ...]
+    table_crc32: tuple[int, ...] = ()
 
     @property
     def name(self) -> str:
@@ -73,6 +84,7 @@ class Manifest:
     blocks: by layer, expert, module.
     files: by name, all files but this one.
     provenance: source, calibration and program, as plain JSON.
+    version: of the format.
     """
 
     parent_bits: int
@@ -82,6 +94,7 @@ class Manifest:
     blocks: tuple[BlockRecord, ...]
     files: dict[str, FileRecord]
     provenance: dict[str, Any]
+    version: int = FORMAT_VERSION
 
     @property
     def levels(self) -> tuple[int, ...]:
@@ -93,7 +106,13 @@ class Manifest:
         return block_layout(block.name, block.rows, block.columns, self.parent_bits, self.levels)
 
     def to_json(self) -> bytes:
-        """The file's bytes; the same manifest gives the same bytes."""
+        """The file's bytes in the newest version; the same manifest gives the same bytes.
+
+        Raises:
+            ValueError: If it was read from an older version, which has fewer checksums.
+        """
+        if self.version != FORMAT_VERSION:
+            raise ValueError(f"version: {self.version}, only {FORMAT_VERSION} is written")
         blocks = [
             {
                 "layer": block.layer,
@@ -103,12 +122,17 @@ class Manifest:
                 "columns": block.columns,
                 "file": block.file,
                 "plane_crc32": list(block.plane_crc32),
+                "table_crc32": list(block.table_crc32),
                 "damage": list(block.damage),
             }
             for block in self.blocks
         ]
         files = {
-            name: {"bytes": record.num_bytes, "sha256": record.sha256}
+            name: {
+                "bytes": record.num_bytes,
+                "sha256": record.sha256,
+                "tensor_crc32": record.tensor_crc32,
+            }
             for name, record in self.files.items()
         }
         table = {
@@ -154,13 +178,14 @@ def read_manifest(folder: Path) -> Manifest:
     fields = _Fields(str(path), "", table)
     if fields.get("format", str) != FORMAT:
         raise fields.error("format", f"{table['format']!r}, must be {FORMAT!r}")
-    if fields.get("version", int) != FORMAT_VERSION:
-        raise fields.error("version", f"{table['version']}, this program reads {FORMAT_VERSION}")
+    if fields.get("version", int) not in READABLE_VERSIONS:
+        allowed = " and ".join(map(str, READABLE_VERSIONS))
+        raise fields.error("version", f"{table['version']}, this program reads {allowed}")
     return _manifest(fields)
 
 
 def _absent(folder: Path) -> str:
-    if (folder / JOURNAL).exists():
+    if (folder / JOURNAL).exists() or (folder / STAGING).exists():
         return f"{folder}: an unfinished quantization; finish it with --resume"
     if not folder.is_dir():
         return f"{folder}: no folder"
@@ -168,6 +193,7 @@ def _absent(folder: Path) -> str:
 
 
 def _manifest(fields: _Fields) -> Manifest:
+    version = fields.get("version", int)
     parent = fields.whole("parent_bits", 1, 8)
     low = fields.whole("min_bits", 1, parent)
     kind = fields.get("damage_kind", str)
@@ -180,9 +206,12 @@ def _manifest(fields: _Fields) -> Manifest:
         record = _Fields(fields.path, f"files.{name}.", item)
         if Path(name).name != name:
             raise fields.error("files", f"{name!r} is no file of this folder")
-        files[name] = FileRecord(record.whole("bytes", 0), record.get("sha256", str))
+        checksums = record.get("tensor_crc32", dict) if version > 1 else {}
+        if not _are_crc32(checksums.values()):
+            raise record.error("tensor_crc32", "must be numbers of 32 bits")
+        files[name] = FileRecord(record.whole("bytes", 0), record.get("sha256", str), checksums)
     blocks = tuple(
-        _block(_Fields(fields.path, f"blocks[{i}].", item), parent, low)
+        _block(_Fields(fields.path, f"blocks[{i}].", item), parent, low, version)
         for i, item in enumerate(fields.get("blocks", list))
     )
     _require_complete(fields, blocks, files)
@@ -194,20 +223,19 @@ def _manifest(fields: _Fields) -> Manifest:
         blocks=blocks,
         files=files,
         provenance=fields.get("provenance", dict),
+        version=version,
     )
 
 
-def _block(fields: _Fields, parent_bits: int, min_bits: int) -> BlockRecord:
+def _block(fields: _Fields, parent_bits: int, min_bits: int, version: int) -> BlockRecord:
     module = fields.get("module", str)
     if module not in MODULES:
         raise fields.error("module", f"{module!r}, must be one of {', '.join(MODULES)}")
-    checksums = fields.get("plane_crc32", list)
-    if len(checksums) != parent_bits or not all(
-        type(value) is int and 0 <= value < 1 << 32 for value in checksums
-    ):
-        raise fields.error("plane_crc32", f"must be {parent_bits} numbers of 32 bits")
+    levels = parent_bits - min_bits + 1
+    planes = _checksums(fields, "plane_crc32", parent_bits)
+    tables = _checksums(fields, "table_crc32", levels) if version > 1 else ()
     damage = fields.get("damage", list)
-    if len(damage) != parent_bits - min_bits + 1 or not all(_is_damage(value) for value in damage):
+    if len(damage) != levels or not all(_is_damage(value) for value in damage):
         raise fields.error("damage", "must be one finite number >= 0 per level")
     return BlockRecord(
         layer=fields.whole("layer", 0),
@@ -216,9 +244,21 @@ def _block(fields: _Fields, parent_bits: int, min_bits: int) -> BlockRecord:
         rows=fields.whole("rows", 1),
         columns=fields.whole("columns", 1),
         file=fields.get("file", str),
-        plane_crc32=tuple(checksums),
+        plane_crc32=planes,
         damage=tuple(float(value) for value in damage),
+        table_crc32=tables,
     )
+
+
+def _checksums(fields: _Fields, name: str, count: int) -> tuple[int, ...]:
+    values = fields.get(name, list)
+    if len(values) != count or not _are_crc32(values):
+        raise fields.error(name, f"must be {count} numbers of 32 bits")
+    return tuple(values)
+
+
+def _are_crc32(values: Iterable[Any]) -> bool:
+    return all(type(value) is int and 0 <= value < 1 << 32 for value in values)
 
 
 def _is_damage(value: Any) -> bool:

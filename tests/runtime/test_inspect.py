@@ -77,6 +77,26 @@ def test_the_command_prints_tables_json_and_a_picture(
         assert text in run.stdout
 
 
+@pytest.mark.parametrize(
+    ("picture", "message"),
+    [
+        ("nowhere/a.png", "there is no folder"),
+        ("folder.png", "is a folder"),
+        ("a.pdf", "must end in .png, found a.pdf"),
+        ("a.png/b.png", "there is no folder"),
+    ],
+)
+def test_a_picture_that_cannot_be_written_is_one_line_and_exit_code_2(
+    picture: str, message: str, out: Path, run_command: Callable[..., Any], tmp_path: Path
+) -> None:
+    (tmp_path / "folder.png").mkdir()
+    (tmp_path / "a.png").write_text("")
+    run = run_command("inspect", out, "--plot", tmp_path / picture)
+    assert (run.returncode, run.stdout) == (2, "")
+    assert run.stderr.startswith("error: --plot: ") and message in run.stderr
+    assert run.stderr.count("\n") == 1
+
+
 def test_damage_to_a_file_is_one_line_and_exit_code_2(
     out: Path, run_command: Callable[..., Any], tmp_path: Path
 ) -> None:

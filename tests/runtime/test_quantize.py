@@ -5,6 +5,7 @@ from __future__ import annotations
 import fcntl
 import json
 import os
+import shutil
 import signal
 import subprocess
 import sys
@@ -23,6 +24,9 @@ from kernels.planes import pack_planes
 from kernels.reference import dequantize
 from models.quality import output_error
 from runtime.calibration_stats import CalibrationError, write_index, write_layer
+from runtime.checkpoint_scan import scan_weights
+from runtime.checkpoint_source import CheckpointSource, SourceError
+from runtime.checkpoint_tensors import file_sha256
 from runtime.nested_kmeans import quantize_rows
 from runtime.quantize import (
     JournalError,
@@ -50,6 +54,12 @@ def exact_blocks(model: Any) -> list[np.ndarray]:
             for gate_up, down in zip(experts.gate_up_proj, experts.down_proj, strict=True):
                 blocks += [gate_up.detach().float().numpy(), down.detach().float().numpy()]
     return blocks
+
+
+def rewrite(folder: Path, change: Callable[[dict[str, torch.Tensor]], Any]) -> None:
+    tensors = load_file(folder / "model.safetensors")
+    change(tensors)
+    save_file(tensors, folder / "model.safetensors")
 
 
 def contents(folder: Path) -> dict[str, bytes]:
@@ -140,7 +150,7 @@ def test_other_widths_are_honoured(save_checkpoint: Save, tmp_path: Path) -> Non
 
 
 @pytest.fixture(params=["full", "diagonal"])
-def calibration(request: pytest.FixtureRequest, tmp_path: Path) -> Path:
+def calibration(request: pytest.FixtureRequest, save_checkpoint: Save, tmp_path: Path) -> Path:
     """Statistics of a qwen2_moe model of two layers, four experts of 40 by 48."""
     draws = np.random.default_rng(5)
     folder = tmp_path / "stats"
@@ -164,7 +174,11 @@ def calibration(request: pytest.FixtureRequest, tmp_path: Path) -> Path:
             arrays[f"{module}.moment"] = moment.astype(np.float32)
             arrays[f"{module}.row_weight"] = draws.random((4, rows)).astype(np.float32)
         write_layer(folder, layer, arrays, "test")
-    write_index(folder, {"experts": 4, "hidden": 48, "intermediate": 40}, 2)
+    digest = scan_weights(CheckpointSource.open(save_checkpoint()), experts_in_float16=False)
+    config = file_sha256(save_checkpoint() / "config.json")
+    of_model = {"weights_sha256": digest, "config_sha256": config}
+    shape = {"experts": 4, "hidden": 48, "intermediate": 40}
+    write_index(folder, {**shape, "provenance": of_model}, 2)
     return folder
 
 
@@ -194,7 +208,7 @@ def test_calibration_weighs_clusters_and_damage(
             assert checkpoint.damage[index, level] == pytest.approx(lost, rel=1e-4, abs=1e-30)
 
 
-def test_statistics_of_another_model_are_refused(
+def test_statistics_of_another_shape_are_refused(
     calibration: Path, save_checkpoint: Save, tmp_path: Path
 ) -> None:
     index = json.loads((calibration / "calibration.json").read_text())
@@ -202,6 +216,38 @@ def test_statistics_of_another_model_are_refused(
     with pytest.raises(CalibrationError, match="experts is 5, the model has 4"):
         quantize_checkpoint(save_checkpoint(), tmp_path / "out", calibration=calibration)
     assert not (tmp_path / "out").exists()
+
+
+def fine_tuned(source: Path) -> None:
+    """Change the last bit of one number."""
+    rewrite(source, lambda t: t["model.layers.1.mlp.experts.2.up_proj.weight"][3, 4].mul_(1.01))
+
+
+@pytest.mark.parametrize("calibration", ["full"], indirect=True)
+def test_statistics_of_other_weights_of_the_same_shape_are_refused(
+    calibration: Path, save_checkpoint: Save, tmp_path: Path
+) -> None:
+    source, out = save_checkpoint(), tmp_path / "out"
+    moved = shutil.copytree(save_checkpoint("qwen2_moe", 20_000), tmp_path / "moved")
+    os.utime(moved / "config.json", ns=(0, 5))
+    quantize_checkpoint(moved, tmp_path / "fits", calibration=calibration)  # in other shards
+    shutil.rmtree(source)
+    source = save_checkpoint()
+    fine_tuned(source)
+    with pytest.raises(CalibrationError, match=r"stats: statistics of another model: its weights"):
+        quantize_checkpoint(source, out, calibration=calibration)
+    shutil.rmtree(source)
+    source = save_checkpoint()
+    config = json.loads((source / "config.json").read_text())
+    (source / "config.json").write_text(json.dumps(config | {"rope_theta": 7.0}))
+    with pytest.raises(CalibrationError, match=r"statistics of another model: its config.json"):
+        quantize_checkpoint(source, out, calibration=calibration)
+    index = json.loads((calibration / "calibration.json").read_text())
+    del index["provenance"]["weights_sha256"]
+    (calibration / "calibration.json").write_text(json.dumps(index))
+    with pytest.raises(CalibrationError, match=r"provenance.weights_sha256 is missing"):
+        quantize_checkpoint(source, out, calibration=calibration)
+    assert not out.exists()
 
 
 KILLED_RUN = """
@@ -297,22 +343,80 @@ def test_a_finished_run_is_neither_redone_nor_lost(save_checkpoint: Save, tmp_pa
     with pytest.raises(OutputError, match=r"out: holds finished work"):
         quantize_checkpoint(source, out)
     assert quantize_checkpoint(source, out, existing="resume") == manifest
-    with pytest.raises(OutputError, match=r"finished, with another settings"):
-        quantize_checkpoint(source, out, QuantizeSettings(min_bits=3), existing="resume")
+    other = QuantizeSettings(min_bits=3, seed_bits=4)
+    wanted = r"settings.seed_bits \(3, now 4\), settings.min_bits \(2, now 3\)"
+    with pytest.raises(OutputError, match=rf"finished, with another {wanted}; replace"):
+        quantize_checkpoint(source, out, other, existing="resume")
     assert contents(out) == before
 
 
-def test_an_overwrite_that_is_cut_off_leaves_no_finished_checkpoint(
+def test_an_overwrite_that_fails_leaves_the_old_result_as_it_was(
     save_checkpoint: Save, tmp_path: Path
 ) -> None:
     source, out = save_checkpoint(), tmp_path / "out"
     quantize_checkpoint(source, out)
-    with pytest.raises(StopError):
-        quantize_checkpoint(source, out, SMALL_FILES, existing="overwrite", progress=StopAfter(1))
-    with pytest.raises(QuantizedCheckpointError, match="unfinished"):
-        QuantizedCheckpoint.open(out)
+    before = {path.name: path.read_bytes() for path in out.iterdir()}
+    for files in (1, 3):
+        with pytest.raises(StopError):
+            quantize_checkpoint(
+                source, out, SMALL_FILES, existing="overwrite", progress=StopAfter(files)
+            )
+        kept = {path.name: path.read_bytes() for path in out.iterdir() if path.is_file()}
+        assert kept == before
+        QuantizedCheckpoint.open(out, verify=True)
+    with pytest.raises(OutputError, match=r"out: holds finished work"):
+        quantize_checkpoint(source, out, SMALL_FILES)
+    other = QuantizeSettings(min_bits=3)
+    with pytest.raises(JournalError, match=r"settings.min_bits \(2, now 3\)"):
+        quantize_checkpoint(source, out, other, existing="resume")
     quantize_checkpoint(source, out, SMALL_FILES, existing="resume")
     quantize_checkpoint(source, tmp_path / "fresh", SMALL_FILES)
+    assert contents(out) == contents(tmp_path / "fresh")
+
+
+def test_an_overwrite_without_a_finished_file_leaves_nothing_behind(
+    save_checkpoint: Save, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    source, out = save_checkpoint(), tmp_path / "out"
+    quantize_checkpoint(source, out)
+    before = contents(out)
+
+    def fails(*_: Any, **__: Any) -> None:
+        raise StopError
+
+    monkeypatch.setattr("runtime.quantize.write_experts", fails)
+    with pytest.raises(StopError):
+        quantize_checkpoint(source, out, SMALL_FILES, existing="overwrite")
+    assert contents(out) == before
+    with pytest.raises(StopError):
+        quantize_checkpoint(source, tmp_path / "a" / "b")
+    assert not (tmp_path / "a").exists()  # a plain retry works
+
+
+@pytest.mark.parametrize("moved", [0, 3, 7])
+def test_a_replacement_that_is_cut_off_while_moving_up_is_finished_by_resume(
+    moved: int, save_checkpoint: Save, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    source, out = save_checkpoint(), tmp_path / "out"
+    quantize_checkpoint(source, out, SMALL_FILES)
+    settings = QuantizeSettings(shard_bytes=300_000)
+    quantize_checkpoint(source, tmp_path / "fresh", settings)
+    rename, left = Path.replace, moved
+
+    def replace(self: Path, target: Path) -> Path:
+        nonlocal left
+        if self.parent.name == "pagedweight-new" and not self.name.startswith("."):
+            left -= 1
+            if left < 0:
+                raise StopError
+        return rename(self, target)
+
+    with monkeypatch.context() as patch, pytest.raises(StopError):
+        patch.setattr(Path, "replace", replace)
+        quantize_checkpoint(source, out, settings, existing="overwrite")
+    with pytest.raises(QuantizedCheckpointError, match=r"unfinished .*--resume"):
+        QuantizedCheckpoint.open(out)
+    quantize_checkpoint(source, out, settings, existing="resume")
     assert contents(out) == contents(tmp_path / "fresh")
 
 
@@ -333,6 +437,9 @@ def test_the_source_is_not_written_into(save_checkpoint: Save) -> None:
     before = contents(source)
     with pytest.raises(OutputError, match="the source itself"):
         quantize_checkpoint(source, source, existing="overwrite")
+    for inside in (source / "sub", source / "a" / "b", source / "x" / ".." / "sub"):
+        with pytest.raises(OutputError, match="lies in the source"):
+            quantize_checkpoint(source, inside)
     assert contents(source) == before
 
 
@@ -356,52 +463,58 @@ def test_a_full_disk_is_noticed_before_the_work(
     monkeypatch.setattr("runtime.quantize_folder.shutil.disk_usage", lambda folder: usage)
     with pytest.raises(OutputError, match=r"out: 0\.\d+ GB are to be written, the disk has 0.00"):
         quantize_checkpoint(save_checkpoint(), tmp_path / "out")
-    assert not list((tmp_path / "out").glob("*.safetensors"))
+    assert not (tmp_path / "out").exists()
+    monkeypatch.undo()
+    quantize_checkpoint(save_checkpoint(), tmp_path / "out")
 
 
 @pytest.mark.parametrize(
     ("value", "message"),
     [
-        (float("nan"), "nan, need a finite weight"),
-        (1e6, r"magnitude 1e\+06, .*float16 up to 65504"),
+        (float("nan"), "not a finite number"),
+        (float("-inf"), "not a finite number"),
+        (-1e6, r"a weight beyond 65504, tables hold float16"),
     ],
 )
 def test_a_weight_that_cannot_be_served_is_named(
     value: float, message: str, save_checkpoint: Save, tmp_path: Path
 ) -> None:
     source = save_checkpoint()
-    tensors = load_file(source / "model.safetensors")
     name = "model.layers.1.mlp.experts.2.up_proj.weight"
-    tensors[name] = tensors[name].float()
-    tensors[name][7, 3] = value
-    save_file(tensors, source / "model.safetensors")
+
+    def change(tensors: dict[str, torch.Tensor]) -> None:
+        tensors[name] = tensors[name].float()
+        tensors[name][7, 3] = value
+
+    rewrite(source, change)
     place = rf"model.safetensors: tensor {name}, row 7 of expert 2: .*{message}"
-    with pytest.raises(QuantizeError, match=place):
+    with pytest.raises(SourceError, match=place):
         quantize_checkpoint(source, tmp_path / "out")
-    assert not (tmp_path / "out" / "pagedweight.json").exists()
+    assert not (tmp_path / "out").exists()
+
+
+def test_a_weight_that_turns_bad_while_the_run_goes_on_is_named(
+    save_checkpoint: Save, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    source = save_checkpoint()
+    name = "model.layers.1.mlp.experts.2.up_proj.weight"
+    rewrite(source, lambda tensors: tensors[name][7].fill_(float("nan")))
+    monkeypatch.setattr("runtime.quantize.scan_weights", lambda *_, **__: "none")
+    with pytest.raises(QuantizeError, match=rf"{name}, row 7 of expert 2: .*need a finite weight"):
+        quantize_checkpoint(source, tmp_path / "out")
 
 
 def wide_checkpoint(folder: Path, experts: int) -> int:
     """One shard of an OLMoE model whose blocks are 256 by 512; returns its bytes."""
-    hidden, inner = 512, 128
-    folder.mkdir()
-    config = {
-        "model_type": "olmoe", "vocab_size": 8, "hidden_size": hidden, "intermediate_size": inner,
-        "num_hidden_layers": 1, "num_attention_heads": 2, "num_key_value_heads": 2,
-        "num_experts": experts, "num_experts_per_tok": 2,
-    }  # fmt: skip
-    (folder / "config.json").write_text(json.dumps(config))
-    draws = torch.Generator().manual_seed(0)
-    tensors = {"model.embed_tokens.weight": torch.zeros(8, hidden, dtype=torch.bfloat16)}
-    for expert in range(experts):
-        for part, shape in (
-            ("gate", (inner, hidden)),
-            ("up", (inner, hidden)),
-            ("down", (hidden, inner)),
-        ):
-            name = f"model.layers.0.mlp.experts.{expert}.{part}_proj.weight"
-            tensors[name] = torch.randn(shape, generator=draws).bfloat16()
-    save_file(tensors, folder / "model.safetensors")
+    import transformers
+
+    torch.manual_seed(0)
+    config = transformers.OlmoeConfig(
+        vocab_size=8, hidden_size=512, intermediate_size=128, num_hidden_layers=1,
+        num_attention_heads=2, num_key_value_heads=2, num_experts=experts, num_experts_per_tok=2,
+        pad_token_id=None, bos_token_id=None, eos_token_id=None,
+    )  # fmt: skip
+    transformers.OlmoeForCausalLM(config).bfloat16().save_pretrained(folder)
     return (folder / "model.safetensors").stat().st_size
 
 

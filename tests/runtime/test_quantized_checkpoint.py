@@ -76,8 +76,51 @@ def test_a_flipped_bit_of_a_plane_is_named_with_its_plane(out: Path) -> None:
     refused(out, rf"{record.file}: SHA-256 differs .*; plane 3 of {record.name} is", verify=True)
     checkpoint = QuantizedCheckpoint.open(out)  # sizes and shapes are right
     checkpoint.block(4, verify=True)
-    with pytest.raises(QuantizedCheckpointError, match=rf"{record.name}.planes: CRC-32 of plane 3"):
+    with pytest.raises(QuantizedCheckpointError, match=rf"{record.name}: CRC-32 of plane 3"):
         checkpoint.block(5, verify=True)
+
+
+def flip(path: Path, content: bytes) -> None:
+    """Flip a bit of the first place in a file that has this content."""
+    changed = bytearray(path.read_bytes())
+    changed[changed.find(content)] ^= 1
+    path.write_bytes(changed)
+
+
+def test_a_flipped_bit_of_a_table_or_another_tensor_is_named_with_it(out: Path) -> None:
+    checkpoint = QuantizedCheckpoint.open(out)
+    name = "model.layers.1.mlp.gate.weight"
+    file, _ = checkpoint.other_tensors[name]
+    flip(out / file, bytes(checkpoint.other_tensor(name)[2]))
+    refused(out, rf"{file}: SHA-256 differs .*; tensor {name} is damaged", verify=True)
+    record = checkpoint.blocks[5]
+    flip(out / record.file, checkpoint.block(5).tables[4].tobytes())
+    refused(out, rf"{record.file}: SHA-256 differs .*; table4 of {record.name} is", verify=True)
+    checkpoint = QuantizedCheckpoint.open(out)
+    checkpoint.block(4, verify=True)
+    with pytest.raises(QuantizedCheckpointError, match=rf"{record.name}: CRC-32 of table4"):
+        checkpoint.block(5, verify=True)
+
+
+def to_version_1(table: dict[str, Any]) -> None:
+    table["version"] = 1
+    for block in table["blocks"]:
+        del block["table_crc32"]
+    for record in table["files"].values():
+        del record["tensor_crc32"]
+
+
+def test_version_1_without_checksums_of_tables_is_still_read(out: Path) -> None:
+    new = QuantizedCheckpoint.open(out)
+    edit(out, to_version_1)
+    checkpoint = QuantizedCheckpoint.open(out, verify=True)
+    np.testing.assert_array_equal(checkpoint.damage, new.damage)
+    checkpoint.block(5, verify=True)
+    with pytest.raises(ValueError, match="version: 1, only 2 is written"):
+        checkpoint.manifest.to_json()
+    record = checkpoint.blocks[5]
+    flip(out / record.file, checkpoint.block(5).tables[4].tobytes())
+    refused(out, rf"{record.file}: SHA-256 differs from pagedweight.json$", verify=True)
 
 
 def test_blocks_are_read_only_views_in_block_order(out: Path) -> None:
@@ -123,7 +166,7 @@ def test_another_folder_is_no_quantized_checkpoint(tmp_path: Path) -> None:
 @pytest.mark.parametrize(
     ("change", "message"),
     [
-        (lambda t: t.update(version=2), r"version: 2, this program reads 1"),
+        (lambda t: t.update(version=3), r"version: 3, this program reads 1 and 2"),
         (lambda t: t.update(parent_bits=9), r"parent_bits: 9, must be within 1..8"),
         (lambda t: t.update(min_bits=True), r"min_bits: must be of type int"),
         (lambda t: t.update(levels=[2, 3]), r"levels: must be 2..5"),
@@ -141,6 +184,14 @@ def test_another_folder_is_no_quantized_checkpoint(tmp_path: Path) -> None:
         (lambda t: t["blocks"][1].update(damage=[float("nan")] * 4), r"blocks\[1\].damage"),
         (lambda t: t["blocks"][1].update(damage=[-1.0] * 4), r"blocks\[1\].damage"),
         (lambda t: t["blocks"][2].update(plane_crc32=[1]), r"plane_crc32: must be 5 numbers"),
+        (lambda t: t["blocks"][2].update(table_crc32=[1]), r"table_crc32: must be 4 numbers"),
+        (lambda t: t["blocks"][2].pop("table_crc32"), r"blocks\[2\].table_crc32: missing"),
+        (
+            lambda t: next(f for n, f in t["files"].items() if "others" in n).update(
+                tensor_crc32={"x": -1}
+            ),
+            r"tensor_crc32: must be numbers of 32 bits",
+        ),
         (lambda t: t["blocks"][2].update(file="x"), r"blocks\[2\].file: 'x' is not among files"),
         (lambda t: t["files"].update({"../x": {}}), r"files.\.\./x|'../x' is no file"),
         (lambda t: t["files"]["config.json"].pop("sha256"), r"files.config.json.sha256: missing"),
