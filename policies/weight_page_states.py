@@ -5,7 +5,7 @@
                     RETIRING --wanted again--> GPU   (no copy)
 
 Parts are addressed by keys, ``block * S + part`` (policies/weight_page_parts.py). Which moves to
-make is decided in policies/weight_page_table.py; here they are carried out, refused if illegal,
+make is decided in policies/weight_page_moves.py; here they are carried out, refused if illegal,
 and written into the history.
 """
 

@@ -9,9 +9,7 @@ is enqueued and before the next step is built.
     step_finished  all kernels of a step have run; when no step is left that was built before a
                    drop committed, the pages of the drop go back to the arena
 
-A raise reserves the pages of all its planes and tables or none. If pages are on their way back
-(drops of the same plan, copies that drain) it waits for them; if none are, it is given up. A copy
-that fails lowers the desired width to the highest one that the rest still reaches. States and
+Which raises start, wait or are given up is decided in policies/weight_page_moves.py; states and
 legal moves of single planes are in policies/weight_page_states.py.
 
 Source: PagedWeight: asynchronous page movement, widths commit after a plan has executed.
@@ -28,10 +26,10 @@ from numpy.typing import NDArray
 from policies.weight_page_faults import MovementFaults
 from policies.weight_page_history import Event, ResidentTables
 from policies.weight_page_ledger import PageLedger
+from policies.weight_page_moves import WidthMoves
 from policies.weight_page_orders import PageOrders, PartCopies, PartList
 from policies.weight_page_parts import BlockParts, whole_numbers
-from policies.weight_page_reach import WidthParts, fitting
-from policies.weight_page_states import GPU, HOST, IN_FLIGHT, NOT_ENQUEUED, RETIRING, PartStates
+from policies.weight_page_states import GPU, HOST, NOT_ENQUEUED, RETIRING, PartStates
 from policies.weight_page_widths import NO_PLAN, BlockWidths, Ints
 
 
@@ -108,11 +106,16 @@ class WeightPageTable:
         self.host_address = (
             np.zeros(parts.pages.shape, np.int64) if host_address is None else host_address
         )
-        self._needs = WidthParts(parts, rules.tables)
-        self._waiting = np.zeros(0, np.int64)
-        self._waiting_since = np.zeros(parts.num_blocks, np.int64)
+        self._moves = WidthMoves(
+            parts,
+            self.widths,
+            self.states,
+            self.faults,
+            tables=rules.tables,
+            timeout_steps=rules.timeout_steps,
+        )
         self._last_boundary = -1
-        resident = self._needs.read_at(self.bits)
+        resident = self._moves.needs.read_at(self.bits)
         if not self.states.load(np.flatnonzero(resident)):
             raise ValueError(
                 f"weights need {int(parts.pages[resident].sum())} pages, the arena has "
@@ -153,14 +156,12 @@ class WeightPageTable:
         """
         blocks, bits = whole_numbers("blocks", blocks), whole_numbers("bits", bits)
         self.widths.open_plan(plan_id, blocks, bits)
-        target = self._refuse(blocks, bits, step)
+        target = self._moves.refuse(blocks, bits, step)
         self.widths.plan_of[blocks] = np.where(target != self.bits[blocks], plan_id, NO_PLAN)
-        self._lead(blocks, target, "newer plan", count=True)
+        self._moves.lead(blocks, target, "newer plan", count=True)
         self._want_again(blocks)
-        lacks = self._lacks(blocks).any(axis=1)
-        self._waiting = np.concatenate([self._waiting, blocks[lacks]])
-        self._waiting_since[blocks[lacks]] = step
-        copies = self._start_waiting(step)
+        self._moves.wait(blocks, step)
+        copies = self._moves.start_waiting(step)
         self.widths.close_finished()
         return self._orders(copies=copies)
 
@@ -183,7 +184,7 @@ class WeightPageTable:
             named = whole_numbers("blocks", blocks)
             chosen = named[raising[named]]
         self.faults.hold_back(chosen, reason, step=step)
-        self._give_up(chosen, reason)
+        self._moves.give_up(chosen, reason)
         self.widths.close_finished()
         return self._orders()
 
@@ -218,7 +219,7 @@ class WeightPageTable:
         drains = self.states.draining.ravel()[keys]
         self.states.ended(keys[drains], "cancelled")
         self.states.landed(keys[good & ~drains])
-        self._fail(keys[~good & ~drains], "checksum", step)
+        self._moves.fail(keys[~good & ~drains], "checksum", step)
         landed: NDArray[np.bool_] = good & ~drains
         return landed
 
@@ -233,7 +234,7 @@ class WeightPageTable:
         keys = blocks * self.parts.num_parts + parts
         drains = self.states.draining.ravel()[keys]
         self.states.ended(keys[drains], "cancelled")
-        self._fail(keys[~drains], reason, step)
+        self._moves.fail(keys[~drains], reason, step)
 
     def step_built(
         self, step: int, *, blocks: Ints | None = None, bits: Ints | None = None
@@ -270,10 +271,10 @@ class WeightPageTable:
         if step <= self._last_boundary:
             raise RuntimeError(f"boundary {step} after boundary {self._last_boundary}")
         self._last_boundary = step
-        self._time_out(step)
-        blocks = self._commit()
+        self._moves.time_out(step)
+        blocks = self._moves.commit()
         freed, freed_pages = self.states.release(self.widths.oldest_running)
-        copies = self._start_waiting(step)
+        copies = self._moves.start_waiting(step)
         self.widths.close_finished()
         self.states.ledger.state_pages()
         return self._orders(blocks=blocks, copies=copies, freed=freed, freed_pages=freed_pages)
@@ -287,16 +288,13 @@ class WeightPageTable:
     def committed_copies(self, blocks: Ints) -> PartCopies:
         """Parts that kernels read at the committed widths of some blocks, with their pages."""
         return self.states.copies_of(
-            self._needs.keys(blocks, self._needs.read_at(self.bits[blocks]))
+            self._moves.needs.keys(blocks, self._moves.needs.read_at(self.bits[blocks]))
         )
 
     @property
     def pages_returning(self) -> int:
         """Pages that will go back to the arena without a further plan."""
-        leaving = (self.states.state == RETIRING) | self.states.draining
-        dropping = self._needs.read_at(self.bits) & ~self._needs.read_at(self.desired)
-        dropping[self.desired >= self.bits] = False
-        return int(self.parts.pages[leaving | dropping].sum())
+        return self._moves.pages_returning
 
     @property
     def at_rest(self) -> bool:
@@ -312,110 +310,16 @@ class WeightPageTable:
         """
         self.states.check()
         self.widths.check()
-        if np.any(self._needs.read_at(self.bits) & (self.states.state != GPU)):
+        if np.any(self._moves.needs.read_at(self.bits) & (self.states.state != GPU)):
             raise RuntimeError("a plane or table of a committed width is not resident")
 
-    # --- decisions ---
-
-    def _refuse(self, blocks: Ints, bits: Ints, step: int) -> Ints:
-        """Desired widths with those of pinned blocks and of raises held back at q."""
-        q = self.bits[blocks]
-        pinned = self.faults.pinned[blocks] & (bits != q)
-        early = (bits > q) & (step < self.faults.retry_step[blocks]) & ~pinned
-        self.faults.note(blocks[pinned], "pinned")
-        self.faults.note(blocks[early], "back-off")
-        accepted: Ints = np.where(pinned | early, q, bits)
-        return accepted
-
-    def _lead(self, blocks: Ints, target: Ints, reason: str, *, count: bool = False) -> None:
-        """Set desired widths and abandon what neither they nor the committed ones need."""
-        self.desired[blocks] = target
-        self._waiting = self._waiting[~np.isin(self._waiting, blocks)]
-        surplus = ~(self._needs.read_at(target) | self._needs.read_at(self.bits[blocks]))
-        surplus &= self.states.state[blocks] != HOST
-        keys = self._needs.keys(blocks, surplus & (self.states.state[blocks] != RETIRING))
-        if count:
-            under_way = surplus & (self.states.state[blocks] == IN_FLIGHT)
-            under_way &= ~self.states.draining[blocks]
-            self.faults.note(blocks[under_way.any(axis=1)], reason)
-        self.states.abandon(keys, reason)
-
-    def _give_up(self, blocks: Ints, reason: str) -> None:
-        self.widths.plan_of[blocks] = NO_PLAN
-        self._lead(blocks, self.bits[blocks], reason)
+    # --- books ---
 
     def _want_again(self, blocks: Ints) -> None:
-        needed = self._needs.read_at(self.desired[blocks])
+        needed = self._moves.needs.read_at(self.desired[blocks])
         self.states.want_again(
-            self._needs.keys(blocks, needed & (self.states.state[blocks] == RETIRING))
+            self._moves.needs.keys(blocks, needed & (self.states.state[blocks] == RETIRING))
         )
-
-    def _lacks(self, blocks: Ints) -> NDArray[np.bool_]:
-        """[k, S]: parts of the desired width for which a copy has still to start."""
-        absent = (self.states.state[blocks] == HOST) | self.states.draining[blocks]
-        lacks: NDArray[np.bool_] = self._needs.read_at(self.desired[blocks]) & absent
-        return lacks
-
-    def _start_waiting(self, step: int) -> PartCopies:
-        """Start the raises whose pages are all free, in order; give up those without hope."""
-        blocks = self._waiting
-        if not len(blocks):
-            return self.states.copies_of(np.zeros(0, np.int64))
-        lacks = self._lacks(blocks)
-        need = (self.parts.pages[blocks] * lacks).sum(axis=1)
-        drains = (lacks & self.states.draining[blocks]).any(axis=1)
-        fits = fitting(np.where(drains, 0, need), self.states.ledger.free_pages) & ~drains
-        copies = self.states.start(self._needs.keys(blocks[fits], lacks[fits]), step=step)
-        self._waiting = blocks[~fits]
-        late = step - self._waiting_since[blocks] >= self.rules.timeout_steps
-        hopeless = ~fits & (late | (~drains & (self.pages_returning == 0)))
-        self.faults.note(blocks[hopeless & drains], "draining")
-        self.faults.note(blocks[hopeless & ~drains], "no pages")
-        self._settle(blocks[hopeless])
-        return copies
-
-    def _time_out(self, step: int) -> None:
-        keys = self.states.late(step, self.rules.timeout_steps)
-        if len(keys):
-            self.states.abandon(keys, "time-out")
-            self._failed(np.unique(keys // self.parts.num_parts), "time-out", step)
-
-    def _fail(self, keys: Ints, reason: str, step: int) -> None:
-        if len(keys):
-            self.states.ended(keys, reason)
-            self._failed(np.unique(keys // self.parts.num_parts), reason, step)
-
-    def _failed(self, blocks: Ints, reason: str, step: int) -> None:
-        self.faults.fail(blocks, reason, step=step)
-        self._settle(blocks)
-
-    def _settle(self, blocks: Ints) -> None:
-        """Lower desired widths to the highest that parts here or under way still reach."""
-        state = self.states.state[blocks]
-        coming = (state == GPU) | ((state == IN_FLIGHT) & ~self.states.draining[blocks])
-        reached = self._needs.reached(self.bits[blocks], self.desired[blocks], coming)
-        self.widths.plan_of[blocks[reached == self.bits[blocks]]] = NO_PLAN
-        self._lead(blocks, reached, "raise failed")
-        self.widths.close_finished()
-
-    def _commit(self) -> Ints:
-        """Move committed widths; returns the blocks that moved."""
-        blocks = np.flatnonzero(self.widths.plan_of != NO_PLAN)
-        have = self.states.state[blocks] == GPU
-        reached = self._needs.reached(self.bits[blocks], self.desired[blocks], have)
-        moves = reached != self.bits[blocks]
-        blocks, reached = blocks[moves], reached[moves]
-        old = self.bits[blocks]
-        self.widths.commit(blocks, reached)
-        superseded = self._needs.keys(
-            blocks, self._needs.read_at(old) & ~self._needs.read_at(reached)
-        )
-        self.states.retire(superseded, last_reader=self.widths.last_built)
-        self.faults.succeeded(blocks[reached > old])
-        moved: Ints = blocks
-        return moved
-
-    # --- books ---
 
     def _orders(
         self,

@@ -1,6 +1,6 @@
 """Committed and desired widths of all blocks, the plans they belong to, the steps that read them.
 
-Here the books are kept and written into the history; policies/weight_page_table.py decides.
+Here the books are kept and written into the history; policies/weight_page_moves.py decides.
 """
 
 from __future__ import annotations
