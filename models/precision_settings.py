@@ -131,9 +131,9 @@ class Precision:
             damage_block_sigma=self.damage_block_sigma,
             damage_noise=self.damage_noise,
         )
-        if not 0.0 <= self.low_share <= self.target_share <= self.high_share <= 1.0:
+        if not 0.0 <= self.low_share < self.target_share < self.high_share <= 1.0:
             raise ScenarioError(
-                "[precision] low_share: low_share <= target_share <= high_share must hold within "
+                "[precision] low_share: low_share < target_share < high_share must hold within "
                 f"0..1, found {self.low_share:g}, {self.target_share:g}, {self.high_share:g}"
             )
         require_not_negative(

@@ -214,6 +214,7 @@ def test_damage_is_measured_in_uniform_widths(summary):
         ("precision.min_bits=1", ("[precision] min_bits", "2..8", "1")),
         ("precision.page_bytes=3000", ("[precision] page_bytes", "power of two", "3,000")),
         ("precision.low_share=0.5", ("[precision] low_share", "0.08")),
+        ("precision.low_share=0.08", ("[precision] low_share", "0.08, 0.08")),
         ("precision.damage='nowhere'", ("[precision] damage", "nowhere", "No such file")),
         ("hardware.device='H20'", ("[hardware] device", "H200", "'H20'")),
         ("hardware.memory_gb=1000", ("[hardware] memory_gb", "<= 24", "1000")),
