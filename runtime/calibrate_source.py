@@ -79,7 +79,7 @@ def load_tokenizer(folder: Path) -> Any:
         with silent_transformers():
             return transformers.AutoTokenizer.from_pretrained(folder, local_files_only=True)
     except Exception as error:  # the tokenizers package raises plain Exception for bad files
-        raise CalibrationError(f"{folder}: tokenizer: {_first_line(error)}") from error
+        raise CalibrationError(f"{folder}: tokenizer: {_one_line(error)}") from error
 
 
 def load_model(folder: Path, dtype: str) -> Any:
@@ -100,15 +100,15 @@ def load_model(folder: Path, dtype: str) -> Any:
                 folder, dtype=getattr(torch, dtype), local_files_only=True
             )
     except (OSError, ValueError, KeyError, RuntimeError, SafetensorError) as error:
-        raise CalibrationError(f"{folder}: {_first_line(error)}") from error
+        raise CalibrationError(f"{folder}: {_one_line(error)}") from error
     model.set_experts_implementation("eager")
     try:
         with torch.inference_mode():
-            model.eval()(input_ids=torch.zeros((1, 2), dtype=torch.long), use_cache=False)
+            model.train(False)(input_ids=torch.zeros((1, 2), dtype=torch.long), use_cache=False)
     except (RuntimeError, ValueError, TypeError, IndexError) as error:
         raise CalibrationError(
             f"{folder / 'config.json'}: a model of this configuration does not run:"
-            f" {_first_line(error)}"
+            f" {_one_line(error)}"
         ) from error
     return model
 
@@ -129,6 +129,6 @@ def silent_transformers() -> Iterator[None]:
             logging.enable_progress_bar()  # type: ignore[no-untyped-call]
 
 
-def _first_line(error: Exception) -> str:
-    lines = str(error).strip().splitlines()
-    return lines[0] if lines else type(error).__name__
+def _one_line(error: Exception) -> str:
+    text = " ".join(str(error).split()) or type(error).__name__
+    return text if len(text) <= 300 else f"{text[:297]}..."

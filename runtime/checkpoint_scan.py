@@ -12,7 +12,6 @@ from collections.abc import Callable
 from dataclasses import dataclass
 
 import numpy as np
-from numpy.typing import NDArray
 
 from runtime.checkpoint_expert_names import is_expert_tensor, parse_expert_tensor
 from runtime.checkpoint_shards import SourceError
@@ -96,12 +95,14 @@ def _scan_tensor(
         content = read_bytes(path, entry.start + start, min(CHUNK_BYTES, entry.num_bytes - start))
         digest.update(content)
         if form is not None:
-            numbers = np.frombuffer(content, form.numbers) & form.magnitude
+            numbers = np.frombuffer(content, form.numbers) & np.dtype(form.numbers).type(
+                form.magnitude
+            )
             if int(numbers.max()) >= limit:
                 index = start // numbers.itemsize + int((numbers >= limit).argmax())
                 raise SourceError(
                     f"{path}: tensor {name}, {_place(name, entry, index)}:"
-                    f" {_fault(int(numbers.max()), form, numbers)}"
+                    f" {_fault(int(numbers.max()), form)}"
                 )
         on_bytes(len(content))
     return digest.hexdigest()
@@ -116,7 +117,7 @@ def _place(name: str, entry: TensorEntry, index: int) -> str:
     return f"row {place[-2]} of expert {number}"
 
 
-def _fault(largest: int, form: _Format, numbers: NDArray[np.unsignedinteger]) -> str:
+def _fault(largest: int, form: _Format) -> str:
     if largest >= form.infinity:
         return "not a finite number, need finite weights"
     return f"a weight beyond {FLOAT16_MAX:g}, tables hold float16"

@@ -395,7 +395,7 @@ def test_bad_input_is_one_line_that_names_it(tmp_path: Path) -> None:
     binary = tmp_path / "binary.txt"
     binary.write_bytes(b"abc\xff")
     for call, message in (
-        (lambda: calibrate_checkpoint(source, [text], tmp_path / "o", settings), "does not fill"),
+        (lambda: calibrate_checkpoint(source, [text], tmp_path / "o", settings), "no text fills"),
         (lambda: calibrate_checkpoint(source, [tmp_path / "x"], tmp_path / "o"), "No such file"),
         (lambda: calibrate_checkpoint(source, [binary], tmp_path / "o"), "not UTF-8"),
         (lambda: calibrate_checkpoint(tmp_path, [text], tmp_path / "o"), "no config.json"),

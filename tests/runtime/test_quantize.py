@@ -547,6 +547,77 @@ def test_the_command_quantizes_and_tells_what_it_did(
     assert again.stderr.startswith("error: ") and again.stderr.count("\n") == 1
 
 
+def test_a_disk_that_fills_is_told_with_the_file(
+    save_checkpoint: Save, run_command: RunCommand, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    source, out = save_checkpoint(), tmp_path / "out"
+
+    def on_full_disk(path: Path) -> Path:
+        partial = path.with_name(f".{path.name}.partial-0")
+        partial.symlink_to("/dev/full")
+        return partial
+
+    with monkeypatch.context() as patch:
+        patch.setattr("runtime.checkpoint_tensors.partial_path", on_full_disk)
+        run = run_command("quantize", source, out, "--threads", 1)
+    place = out / "experts-00001-of-00001.safetensors"
+    assert (run.returncode, run.stdout) == (1, "")
+    assert run.stderr == f"error: {place}: No space left on device\n"
+    assert not out.exists()  # so a plain retry works
+    assert run_command("quantize", source, out, "--threads", 1).returncode == 0
+
+
+def test_an_output_that_cannot_be_written_is_one_line_and_exit_code_2(
+    save_checkpoint: Save, run_command: RunCommand, tmp_path: Path
+) -> None:
+    source = save_checkpoint()
+    (tmp_path / "file").write_text("")
+    places = {
+        tmp_path / "file": "not a folder",
+        tmp_path / "file" / "sub": "cannot be used: Not a directory",
+        Path("/proc/x"): "",  # no room, or no folder can be made
+        tmp_path / ("x" * 300): "cannot be used: File name too long",
+        source / "sub": "lies in the source",
+    }
+    for place, message in places.items():
+        run = run_command("quantize", source, place)
+        assert run.returncode == 2 and run.stderr.startswith(f"error: {place}: {message}")
+        assert run.stderr.count("\n") == 1
+
+
+@pytest.mark.parametrize(
+    ("name", "message"),
+    [
+        ("model.layers.1.mlp.gate.weight", "is in no shard"),
+        ("model.layers.0.input_layernorm.weight", "is in no shard"),
+    ],
+)
+def test_a_checkpoint_that_the_runtime_cannot_load_is_refused(
+    name: str, message: str, save_checkpoint: Save, tmp_path: Path
+) -> None:
+    source, out = save_checkpoint(), tmp_path / "out"
+    rewrite(source, lambda tensors: tensors[name].reshape(-1)[3:4].fill_(float("inf")))
+    with pytest.raises(SourceError, match=rf"tensor {name}, element \[.*3\]: not a finite"):
+        quantize_checkpoint(source, out)
+    rewrite(source, lambda tensors: tensors.pop(name))
+    with pytest.raises(SourceError, match=rf"tensor {name.removeprefix('model.')} {message}"):
+        quantize_checkpoint(source, out)
+    assert not out.exists()
+
+
+@pytest.mark.parametrize("calibration", ["full"], indirect=True)
+def test_damaged_statistics_are_noticed_before_anything_is_written(
+    calibration: Path, save_checkpoint: Save, tmp_path: Path
+) -> None:
+    last = calibration / "layer_001.safetensors"
+    content = bytearray(last.read_bytes())
+    content[-1] ^= 1
+    last.write_bytes(content)
+    with pytest.raises(CalibrationError, match=r"layer_001.safetensors: checksum differs"):
+        quantize_checkpoint(save_checkpoint(), tmp_path / "out", calibration=calibration)
+    assert not (tmp_path / "out").exists()
+
+
 def test_bad_input_is_one_line_and_exit_code_2(run_command: RunCommand, tmp_path: Path) -> None:
     run = run_command("quantize", tmp_path / "nowhere", tmp_path / "out")
     assert (run.returncode, run.stdout) == (2, "")
@@ -565,7 +636,7 @@ def test_calibrate_feeds_quantize(
     source = save_checkpoint()
     words = Tokenizer(models.WordLevel({f"w{i}": i for i in range(64)}, unk_token="w0"))
     words.pre_tokenizer = pre_tokenizers.Whitespace()
-    PreTrainedTokenizerFast(tokenizer_object=words, unk_token="w0").save_pretrained(source)
+    PreTrainedTokenizerFast(tokenizer_object=words, unk_token="w0").save_pretrained(source)  # type: ignore[no-untyped-call]
     text = tmp_path / "text.txt"
     draws = np.random.default_rng(2)
     text.write_text(" ".join(f"w{i}" for i in draws.integers(0, 64, 600)))
