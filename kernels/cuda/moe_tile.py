@@ -274,7 +274,7 @@ class MoeTileLayer:
         # all blocks must be at work at once: the first two items of each are its own
         fit = attributes["MaxSharedMemoryPerMultiprocessor"] // (need + _RESERVED_SHARED_BYTES)
         blocks = min(fit, 2 if self.max_tokens <= 8 else 1)
-        return int(attributes["MultiProcessorCount"]) * blocks
+        return int(attributes["MultiProcessorCount"] * blocks)
 
     def _allocate(self) -> None:
         s, xp = self.shape, self._xp

@@ -94,7 +94,7 @@ TILE_INLINE void few_tokens(const Layer& l, const Work& w, const Plan& plan, Str
     const int unit = share.first + i;
     const bool half = unit >= l.full_units;
     ptx_cp_async_wait<kStages - 1>();
-    __syncwarp();
+    __syncwarp();  // page ids of the last copies have been read by all
     unsigned planes[2][2][Q];
     if constexpr (kBothTiles) Stream::read<Q>(stream, stage, planes);
     int acc[NB][table_terms(Q)][4];
@@ -103,8 +103,7 @@ TILE_INLINE void few_tokens(const Layer& l, const Work& w, const Plan& plan, Str
 #pragma unroll
     for (int tile = 0; tile < 2; ++tile) {
       if constexpr (!kBothTiles) Stream::read_tile<Q>(stream, stage, tile, planes[tile]);
-      if (tile == (kBothTiles ? 0 : 1)) {  // the ring's place is free
-        __syncwarp();
+      if (tile == (kBothTiles ? 0 : 1)) {  // the ring's place is free: a lane reads what it copied itself
         if (i + kStages < share.count) Stream::issue(stream, l, Constant<Q>(), w.block, row_tile, unit + kStages, stage);
         ptx_cp_async_commit();
         stage = stage + 1 == kStages ? 0 : stage + 1;

@@ -33,10 +33,9 @@ TILE_INLINE void decode_unit(const Layer& l, const Work& w, Stream& stream, unsi
       D::fill(decoder, tables, row_table(l, w, Q, row_tile * 16 + g), row_table(l, w, Q, row_tile * 16 + g + 8), 0, 1);
   }
   ptx_cp_async_wait<kStages - 1>();
-  __syncwarp();
+  __syncwarp();  // tables are filled; page ids of the last copies have been read by all
   unsigned planes[2][2][Q];
   Stream::read<Q>(stream, stage, planes);
-  __syncwarp();
   if (unit + kStages < units_of(l)) Stream::issue(stream, l, Constant<Q>(), w.block, row_tile, unit + kStages, stage);
   ptx_cp_async_commit();
 #pragma unroll
