@@ -57,8 +57,8 @@ def variants() -> dict[str, Any]:
 
     common = {
         "vocab_size": 32, "hidden_size": 32, "num_hidden_layers": 4, "num_attention_heads": 4,
-        "num_key_value_heads": 2, "num_experts": 4, "moe_intermediate_size": 24, "num_experts_per_tok": 2,
-        "intermediate_size": 40,
+        "num_key_value_heads": 2, "num_experts": 4, "moe_intermediate_size": 24,
+        "num_experts_per_tok": 2, "intermediate_size": 40,
     }  # fmt: skip
     gemma = tf.Gemma4TextConfig(
         **common, head_dim=8, global_head_dim=16, num_global_key_value_heads=1, top_k_experts=2,
