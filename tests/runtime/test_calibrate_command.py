@@ -31,9 +31,10 @@ def original(family_model: Callable[[str], Any], tmp_path_factory: pytest.TempPa
     folder = tmp_path_factory.mktemp("checkpoint") / "model"
     with contextlib.redirect_stderr(io.StringIO()):
         family_model("qwen2_moe").save_pretrained(folder)
+    fast: Any = PreTrainedTokenizerFast
     words = Tokenizer(models.WordLevel({f"w{i}": i for i in range(64)}, unk_token="w0"))
     words.pre_tokenizer = pre_tokenizers.Whitespace()
-    PreTrainedTokenizerFast(tokenizer_object=words, unk_token="w0").save_pretrained(folder)
+    fast(tokenizer_object=words, unk_token="w0").save_pretrained(folder)
     draws = np.random.default_rng(2)
     text = " ".join(f"w{i}" for i in draws.integers(0, 64, 600))
     (folder.parent / "text.txt").write_text(text)
@@ -99,7 +100,7 @@ def test_a_run_that_is_cut_off_is_taken_up_and_an_overwrite_keeps_the_old(
     source: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     texts, out = [tmp_path / "text.txt"], tmp_path / "stats"
-    layer_by_layer = {"tokens": 256, "sequence_tokens": 32, "memory_bytes": 1}
+    layer_by_layer: dict[str, Any] = {"tokens": 256, "sequence_tokens": 32, "memory_bytes": 1}
     settings, other = (CalibrationSettings(**layer_by_layer, seed=seed) for seed in (0, 1))
     calibrate_checkpoint(source, texts, tmp_path / "whole", settings)
     write = write_layer

@@ -53,9 +53,8 @@ def test_required_tensors_are_those_of_the_model(
 
 
 def variants() -> dict[str, Any]:
-    import transformers as tf
-
-    common = {
+    tf: Any = pytest.importorskip("transformers")
+    common: dict[str, Any] = {
         "vocab_size": 32, "hidden_size": 32, "num_hidden_layers": 4, "num_attention_heads": 4,
         "num_key_value_heads": 2, "num_experts": 4, "moe_intermediate_size": 24,
         "num_experts_per_tok": 2, "intermediate_size": 40,
@@ -76,8 +75,7 @@ def variants() -> dict[str, Any]:
 
 @pytest.mark.parametrize("name", ["gemma4", "qwen2", "qwen3"])
 def test_other_configurations_of_a_family_have_other_tensors(name: str) -> None:
-    import transformers as tf
-
+    tf: Any = pytest.importorskip("transformers")
     config = variants()[name]
     with torch.device("meta"), contextlib.redirect_stderr(io.StringIO()):
         model = tf.AutoModelForCausalLM.from_config(config)
@@ -175,6 +173,7 @@ def test_the_digest_is_of_the_tensors_not_of_files(save_checkpoint: Save) -> Non
 
 
 def test_progress_of_the_scan_adds_up(save_checkpoint: Save) -> None:
-    source, seen = CheckpointSource.open(save_checkpoint()), []
+    source = CheckpointSource.open(save_checkpoint())
+    seen: list[int] = []
     scan_weights(source, experts_in_float16=True, on_bytes=seen.append)
     assert np.sum(seen) == source.expert_bytes + source.other_bytes
