@@ -1,1 +1,1 @@
-"""Device code: CUDA source, CPU versions and one plain reference. It knows tensors, not requests."""
+"""Device code: CUDA, C++ for CPUs, one plain reference; it knows tensors, not requests."""
