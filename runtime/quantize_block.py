@@ -19,6 +19,7 @@ from runtime.checkpoint_source import CheckpointSource, SourceBlock
 from runtime.nested_kmeans import RowError, quantize_rows
 from runtime.quantize_error import diagonal_errors, full_errors
 from runtime.quantize_settings import QuantizeSettings
+from runtime.row_gain import with_row_gain
 
 STRIPE_WEIGHTS = 1 << 18
 LARGEST_ENTRY = float(np.finfo(np.float16).max)
@@ -103,9 +104,11 @@ def quantize_block(
         except RowError as error:
             raise _row_error(block, start + error.row, str(error)) from None
         _require_float16(block, start, weights)
+        if settings.keep_gain:
+            nested = with_row_gain(weights, nested, None if signals is None else signals.moment)
         planes[:, start:stop] = pack_planes(nested.codes, bits)
         for q, table in nested.tables.items():
-            tables[q][start:stop] = table
+            tables[q][start:stop] = np.clip(table, -LARGEST_ENTRY, LARGEST_ENTRY)
         rounded = np.concatenate([tables[q][start:stop] for q in settings.levels], axis=1)
         if signals is None:
             errors = diagonal_errors(weights, nested.codes, rounded, settings, None)

@@ -28,6 +28,13 @@ def quantize(
         int, typer.Option("--seed-bits", min=1, max=8, help="Width that is clustered exactly.")
     ] = 3,
     min_bits: Annotated[int, typer.Option("--min-bits", min=1, max=8, help="Narrowest width.")] = 2,
+    keep_gain: Annotated[
+        bool,
+        typer.Option(
+            "--keep-gain/--plain-centroids",
+            help="Scale every row's tables so that its output does not shrink, or leave them.",
+        ),
+    ] = True,
     calibration: Annotated[
         Path | None,
         typer.Option(
@@ -57,7 +64,9 @@ def quantize(
     from runtime.quantize_settings import SettingsError
 
     try:
-        settings = QuantizeSettings(parent_bits=parent_bits, seed_bits=seed_bits, min_bits=min_bits)
+        settings = QuantizeSettings(
+            parent_bits=parent_bits, seed_bits=seed_bits, min_bits=min_bits, keep_gain=keep_gain
+        )
     except SettingsError as error:
         raise typer.BadParameter(str(error)) from None
     began = time.perf_counter()

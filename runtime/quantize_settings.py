@@ -25,12 +25,14 @@ class QuantizeSettings:
         parent_bits: Bits of a code, 2..8.
         seed_bits: Width that is clustered exactly.
         min_bits: Narrowest width that can be served.
+        keep_gain: Whether tables are scaled so that rows do not shrink, see runtime/row_gain.py.
         shard_bytes: A file of experts is closed before it grows beyond; one block may exceed it.
     """
 
     parent_bits: int = 8
     seed_bits: int = 3
     min_bits: int = 2
+    keep_gain: bool = True
     shard_bytes: int = SHARD_BYTES
 
     def __post_init__(self) -> None:

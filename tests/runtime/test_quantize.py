@@ -36,6 +36,7 @@ from runtime.quantize import (
     quantize_checkpoint,
 )
 from runtime.quantized_checkpoint import QuantizedCheckpoint, QuantizedCheckpointError
+from runtime.row_gain import with_row_gain
 
 FAMILIES = ("qwen2_moe", "qwen3_moe", "mixtral", "olmoe", "gemma4_text")
 SMALL_FILES = QuantizeSettings(shard_bytes=150_000)  # a file of one or two blocks
@@ -70,13 +71,18 @@ def contents(folder: Path) -> dict[str, bytes]:
 def test_blocks_are_the_clustered_rows_of_the_model(
     family: str, save_checkpoint: Save, family_model: Callable[[str], Any], tmp_path: Path
 ) -> None:
-    manifest = quantize_checkpoint(save_checkpoint(family), tmp_path / "out")
+    keep_gain = family in ("qwen2_moe", "olmoe")
+    settings = QuantizeSettings(keep_gain=keep_gain)
+    manifest = quantize_checkpoint(save_checkpoint(family), tmp_path / "out", settings)
+    assert manifest.provenance["settings"]["keep_gain"] == keep_gain
     checkpoint = QuantizedCheckpoint.open(tmp_path / "out", verify=True)
     assert checkpoint.manifest == manifest and manifest.damage_kind == "squared_error"
     exact = exact_blocks(family_model(family))
     assert len(checkpoint.blocks) == len(exact)
     for index, weights in enumerate(exact):
         rows = quantize_rows(weights.astype(np.float64))
+        if keep_gain:
+            rows = with_row_gain(weights, rows, None)
         block = checkpoint.block(index, verify=True)
         assert block.columns == weights.shape[1]
         np.testing.assert_array_equal(block.planes, pack_planes(rows.codes, 8))
