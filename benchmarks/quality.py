@@ -46,11 +46,11 @@ PROMPT_WINDOWS = 12
 
 
 class Report:
-    """Rows printed as they come and written to one file."""
+    """Rows printed as they come and kept in one file; rows of earlier parts stay."""
 
     def __init__(self, path: Path) -> None:
         self.path = path
-        self.content: dict[str, Any] = {}
+        self.content: dict[str, Any] = json.loads(path.read_text()) if path.exists() else {}
 
     def add(self, table: str, row: str, values: dict[str, Any]) -> None:
         self.content.setdefault(table, {})[row] = values
@@ -89,11 +89,16 @@ class Study:
         self.full = sequence_losses(self.model, self.text)
         first = self.calibrate("gate", self.all_train(), weighting="gate")
         experts = first.experts
+
+        def moment(block: int) -> np.ndarray:
+            place = block // 2 // experts, block // 2 % experts, block % 2
+            return first.input_second_moment(*place)
+
         self.mixed = MixedPrecisionModel(
             self.model,
-            lambda b: np.diagonal(
-                first.input_second_moment(b // 2 // experts, b // 2 % experts, b % 2)
-            ).copy(),
+            lambda block: np.diagonal(moment(block)).copy(),
+            moment=None if a.plain_centroids else moment,
+            fitted=a.fitted_tables,
         )
         self.planes = self.mixed.bytes_table("planes")
 
@@ -253,27 +258,8 @@ def picture(report: Report, path: Path) -> None:
     figure.savefig(path, dpi=140)
 
 
-def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
-    parser.add_argument("--model", type=Path, default=DEFAULT_OUT)
-    parser.add_argument("--sequences", type=int, default=24, help="judged sequences of a kind")
-    parser.add_argument("--calibration-sequences", type=int, default=48, help="of a kind")
-    parser.add_argument("--out", type=Path, default=RESULTS / "quality.json")
-    parser.add_argument("--skip-online", action="store_true")
-    a = parser.parse_args()
-    started = time.process_time()
-    report = Report(a.out)
-    study = Study(a, report)
-    base = Increase(study.full, study.full)
-    report.add(
-        "model",
-        "full precision",
-        {
-            "perplexity": base.perplexity,
-            "tokens_judged": float(study.text.numel()),
-            "tokens_of_calibration": float(study.all_train().numel()),
-        },
-    )
+def offline(study: Study) -> None:
+    """Uniform widths, planners and offline signals."""
     gradient = study.calibrate("gradient", study.all_train())
     fisher = study.calibrate("fisher", study.all_train(), labels="model")
     gate = study.calibrate("gate", study.all_train(), weighting="gate")
@@ -292,8 +278,41 @@ def main() -> None:
     }
     study.uniform_widths(damages["all signals"])
     study.equal_bytes(damages, AVERAGES)
-    picture(report, a.out.with_suffix(".png"))
-    if not a.skip_online:
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
+    parser.add_argument("--model", type=Path, default=DEFAULT_OUT)
+    parser.add_argument("--sequences", type=int, default=24, help="judged sequences of a kind")
+    parser.add_argument("--calibration-sequences", type=int, default=48, help="of a kind")
+    parser.add_argument(
+        "--plain-centroids", action="store_true", help="tables without the gain of the exact rows"
+    )
+    parser.add_argument(
+        "--fitted-tables", action="store_true", help="tables fitted to the outputs of each block"
+    )
+    parser.add_argument("--out", type=Path, default=RESULTS / "quality.json")
+    parser.add_argument(
+        "--parts", nargs="+", choices=("offline", "online"), default=["offline", "online"]
+    )
+    a = parser.parse_args()
+    started = time.process_time()
+    report = Report(a.out)
+    study = Study(a, report)
+    base = Increase(study.full, study.full)
+    report.add(
+        "model",
+        "full precision",
+        {
+            "perplexity": base.perplexity,
+            "tokens_judged": float(study.text.numel()),
+            "tokens_of_calibration": float(study.all_train().numel()),
+        },
+    )
+    if "offline" in a.parts:
+        offline(study)
+        picture(report, a.out.with_suffix(".png"))
+    if "online" in a.parts:
         study.online()
     report.add("run", "cpu", {"cpu_seconds": time.process_time() - started})
 

