@@ -88,6 +88,40 @@ class RoutingMass:
             tokens,
         )
 
+    def observe_layers(self, expert_index: ArrayLike, gate_weight: ArrayLike) -> None:
+        """Count one step of all layers at once; the same numbers as ``observe`` layer by layer.
+
+        Args:
+            expert_index: [L, T, k] experts chosen in each layer; T = 0 changes nothing.
+            gate_weight: [L, T, k] their gate weights.
+
+        Raises:
+            ValueError: If shapes disagree or an expert does not exist.
+        """
+        index = np.asarray(expert_index)
+        gate = np.asarray(gate_weight, dtype=np.float64)
+        layers, experts = self.m1.shape
+        if index.ndim != 3 or index.shape != gate.shape or len(index) != layers:
+            raise ValueError(
+                f"expert_index and gate_weight must be [{layers}, T, k], "
+                f"found {index.shape}, {gate.shape}"
+            )
+        if index.size == 0:
+            return
+        if index.min() < 0 or index.max() >= experts:
+            raise ValueError(
+                f"expert_index must be within 0..{experts - 1}, found {index.min()}..{index.max()}"
+            )
+        flat = (index + experts * np.arange(layers)[:, None, None]).ravel()
+        weights, slots = gate.ravel(), layers * experts
+        gate_sum = np.bincount(flat, weights, slots).reshape(layers, experts)
+        squared = np.bincount(flat, weights**2, slots).reshape(layers, experts)
+        tokens = index.shape[1]
+        keep = 2.0 ** (-tokens / self.half_life_tokens)
+        fresh = (1.0 - keep) / tokens
+        self.m1[:] = keep * self.m1 + fresh * gate_sum
+        self.m2[:] = keep * self.m2 + fresh * squared
+
     def observe_sums(
         self, layer: int, gate_sum: ArrayLike, squared_gate_sum: ArrayLike, tokens: int
     ) -> None:

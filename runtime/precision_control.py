@@ -79,12 +79,20 @@ class PrecisionControl:
         self._calibrated_m2 = None if calibrated_mass is None else calibrated_mass[1]
         self._hot_coverage, self._hot_bits = hot_coverage, hot_bits
         self.mass = RoutingMass(layers, experts, start=calibrated_mass)
+        self._seen: list[tuple[int, NDArray[np.int32], NDArray[np.float32]]] = []
         self.prompt_multiplier = np.ones(mover.tables.num_blocks)
         self.decisions: dict[str, int] = {}
 
     def observe(self, layer: int, experts: NDArray[np.int32], gate: NDArray[np.float32]) -> None:
-        """Count one layer's routing of one step."""
-        self.mass.observe(layer, experts, gate)
+        """One layer's routing of a step; counted when the last layer has reported."""
+        self._seen.append((layer, experts, gate))
+        if len(self._seen) < len(self.mass.m1):
+            return
+        seen = sorted(self._seen, key=lambda entry: entry[0])
+        self._seen.clear()
+        self.mass.observe_layers(
+            np.stack([entry[1] for entry in seen]), np.stack([entry[2] for entry in seen])
+        )
 
     def boundary(self, step: int, forecast_pages: int, *, now: float) -> PrecisionDecision:
         """Commit what is ready, then let the policy speak.

@@ -129,3 +129,20 @@ def test_gamma_zero_switches_the_multiplier_off() -> None:
 def test_bad_input_is_named(call: Any, message: str) -> None:
     with pytest.raises(ValueError, match=message):
         call()
+
+
+def test_all_layers_at_once_give_the_numbers_of_layer_by_layer():
+    rng = np.random.default_rng(8)
+    together, apart = RoutingMass(3, 5), RoutingMass(3, 5)
+    for tokens in (1, 7, 0, 30):
+        index = rng.integers(0, 5, (3, tokens, 2))
+        gate = rng.random((3, tokens, 2))
+        together.observe_layers(index, gate)
+        for layer in range(3):
+            apart.observe(layer, index[layer], gate[layer])
+    np.testing.assert_array_equal(together.m1, apart.m1)
+    np.testing.assert_array_equal(together.m2, apart.m2)
+    with pytest.raises(ValueError, match=r"must be within 0\.\.4, found 0\.\.5"):
+        together.observe_layers(np.array([[[0, 5]]] * 3), np.ones((3, 1, 2)))
+    with pytest.raises(ValueError, match=r"must be \[3, T, k\]"):
+        together.observe_layers(np.zeros((2, 1, 2), int), np.ones((2, 1, 2)))
