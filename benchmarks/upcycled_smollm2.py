@@ -131,7 +131,9 @@ def main() -> None:
     a = parser.parse_args()
     torch.set_num_threads(1)
     started = time.process_time()
-    content: dict[str, Any] = {"arguments": {k: str(v) for k, v in vars(a).items()}}
+    content: dict[str, Any] = {
+        "arguments": {k: v.name if isinstance(v, Path) else str(v) for k, v in vars(a).items()}
+    }
 
     def add(table: str, row: str, values: dict[str, Any]) -> None:
         content.setdefault(table, {})[row] = values

@@ -116,19 +116,15 @@ class RoutingMass:
         weights, slots = gate.ravel(), layers * experts
         gate_sum = np.bincount(flat, weights, slots).reshape(layers, experts)
         squared = np.bincount(flat, weights**2, slots).reshape(layers, experts)
-        tokens = index.shape[1]
-        keep = 2.0 ** (-tokens / self.half_life_tokens)
-        fresh = (1.0 - keep) / tokens
-        self.m1[:] = keep * self.m1 + fresh * gate_sum
-        self.m2[:] = keep * self.m2 + fresh * squared
+        self.observe_sums(slice(None), gate_sum, squared, index.shape[1])
 
     def observe_sums(
-        self, layer: int, gate_sum: ArrayLike, squared_gate_sum: ArrayLike, tokens: int
+        self, layer: int | slice, gate_sum: ArrayLike, squared_gate_sum: ArrayLike, tokens: int
     ) -> None:
         """Count one step from its sums, as a scatter-add on the device leaves them.
 
         Args:
-            layer: Which layer's router.
+            layer: Which layer's router; ``slice(None)`` for all, with sums [L, E].
             gate_sum: [E] sum of g over the step's tokens.
             squared_gate_sum: [E] sum of g^2.
             tokens: T > 0.

@@ -115,6 +115,7 @@ class WeightPageTable:
             timeout_steps=rules.timeout_steps,
         )
         self._last_boundary = -1
+        self._settled = False
         resident = self._moves.needs.read_at(self.bits)
         if not self.states.load(np.flatnonzero(resident)):
             raise ValueError(
@@ -155,6 +156,7 @@ class WeightPageTable:
                 outside qmin..qmax, or either is no integer.
         """
         blocks, bits = whole_numbers("blocks", blocks), whole_numbers("bits", bits)
+        self._settled = False
         self.widths.open_plan(plan_id, blocks, bits)
         target = self._moves.refuse(blocks, bits, step)
         self.widths.plan_of[blocks] = np.where(target != self.bits[blocks], plan_id, NO_PLAN)
@@ -178,6 +180,7 @@ class WeightPageTable:
         Raises:
             ValueError: If block ids are no integers.
         """
+        self._settled = False
         raising = self.desired > self.bits
         chosen = np.flatnonzero(raising)
         if blocks is not None:
@@ -271,12 +274,16 @@ class WeightPageTable:
         if step <= self._last_boundary:
             raise RuntimeError(f"boundary {step} after boundary {self._last_boundary}")
         self._last_boundary = step
+        if self._settled:  # at rest, and told no plan since: nothing can have become ready
+            self.states.ledger.state_pages()
+            return self._orders()
         self._moves.time_out(step)
         blocks = self._moves.commit()
         freed, freed_pages = self.states.release(self.widths.oldest_running)
         copies = self._moves.start_waiting(step)
         self.widths.close_finished()
         self.states.ledger.state_pages()
+        self._settled = self.at_rest
         return self._orders(blocks=blocks, copies=copies, freed=freed, freed_pages=freed_pages)
 
     # --- what the driver asks ---

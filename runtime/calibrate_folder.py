@@ -12,7 +12,7 @@ import shutil
 from pathlib import Path
 
 from runtime.calibration_stats import INDEX, CalibrationError, layer_file, layer_fingerprint
-from runtime.quantize_folder import Existing, OutputError, State, is_partial
+from runtime.quantize_folder import Existing, OutputError, State, names_in
 
 STAGING = "calibration-new"
 _LAYER_FILE = re.compile(r"layer_\d{3,}\.safetensors")
@@ -24,14 +24,7 @@ def statistics_state(folder: Path) -> State:
     Raises:
         OutputError: If it holds anything else, or cannot be looked into.
     """
-    try:
-        if not folder.exists():
-            return "empty"
-        if not folder.is_dir():
-            raise OutputError(f"{folder}: not a folder")
-        names = {path.name for path in folder.iterdir() if not is_partial(path)}
-    except OSError as error:
-        raise OutputError(f"{folder}: cannot be used: {error.strerror}") from None
+    names = names_in(folder)
     if INDEX in names:
         return "finished"
     if names - {STAGING} and not all(_LAYER_FILE.fullmatch(name) for name in names - {STAGING}):

@@ -132,7 +132,6 @@ class PageMover:
         self._under_way: dict[int, CopyJob] = {}
         self._fences: list[tuple[int, Fence]] = []
         self._next_job_id = 0
-        self._at_rest_since: PageOrders | None = None
         self._moved_bytes = self._wasted_bytes = 0
         self._errors: deque[str] = deque(maxlen=8)
         self._load()
@@ -147,7 +146,6 @@ class PageMover:
         Raises:
             ValueError: See WeightPageTable.open_plan.
         """
-        self._at_rest_since = None
         blocks = np.concatenate([orders.drops.blocks, orders.raises.blocks])
         bits = np.concatenate([orders.drops.bits, orders.raises.bits])
         if len(blocks):
@@ -155,7 +153,6 @@ class PageMover:
 
     def cancel_raises(self, *, step: int, reason: str = "pressure") -> None:
         """Give up every raise under way, because memory is needed elsewhere."""
-        self._at_rest_since = None
         self._carry_out(self.table.cancel(reason=reason, step=step), step)
 
     def boundary(self, step: int) -> PageOrders:
@@ -173,12 +170,8 @@ class PageMover:
         for end in self._device.ended():
             self._report_end(end, step)
         self._poll_fences()
-        if self._at_rest_since is not None:  # nothing can have changed: no plan since
-            return self._at_rest_since
         orders = self.table.boundary(step)
         self._carry_out(orders, step)
-        if not len(orders.blocks) and not len(orders.freed) and self.at_rest:
-            self._at_rest_since = orders
         return orders
 
     def step_built(self, step: int, *, blocks: Ints | None = None) -> None:

@@ -30,20 +30,29 @@ class OutputError(ValueError):
     """An output folder that cannot be used; the message names it."""
 
 
+def names_in(folder: Path) -> set[str]:
+    """What lies in a folder, leftovers of cut-off writes aside; nothing if it is not there.
+
+    Raises:
+        OutputError: If it is no folder or cannot be looked into.
+    """
+    try:
+        if not folder.exists():
+            return set()
+        if not folder.is_dir():
+            raise OutputError(f"{folder}: not a folder")
+        return {path.name for path in folder.iterdir() if not is_partial(path)}
+    except OSError as error:
+        raise OutputError(f"{folder}: cannot be used: {error.strerror}") from None
+
+
 def output_state(folder: Path) -> State:
     """What lies in a folder: nothing, an unfinished run, or a finished one.
 
     Raises:
         OutputError: If it holds anything else, or cannot be looked into.
     """
-    try:
-        if not folder.exists():
-            return "empty"
-        if not folder.is_dir():
-            raise OutputError(f"{folder}: not a folder")
-        names = {path.name for path in folder.iterdir() if not is_partial(path)}
-    except OSError as error:
-        raise OutputError(f"{folder}: cannot be used: {error.strerror}") from None
+    names = names_in(folder)
     if MANIFEST in names:
         return "finished"
     if JOURNAL in names or STAGING in names:
