@@ -1,0 +1,95 @@
+"""Seconds of prefill, and of bringing blocks of keys and values from where they lie.
+
+Prefill of n tokens behind c cached ones (every layer's matrix products, plus attention over what
+came before), at a fraction of the device's peak, but never faster than the weights can be read:
+
+    t(n, c) = max((2 N n + 4 L d (n c + n^2 / 2)) / (mfu F), weights / memory bandwidth) + t_fwd
+
+with N parameters, L layers and d = heads * head size.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class PrefillCost:
+    """Seconds of prefill on one device (or one tensor-parallel group).
+
+    Attributes:
+        parameters: N, weights that take part in a token's forward pass.
+        layers: L.
+        heads, head_dim: Query heads and their size; d = heads * head_dim.
+        weight_bytes: Bytes read once per forward pass.
+        flops_per_s: Peak of the device.
+        mfu: Share of the peak that prefill reaches, 0..1.
+        memory_bytes_per_s: Device memory bandwidth.
+        forward_s: Fixed seconds of a forward pass.
+    """
+
+    parameters: float
+    layers: int
+    heads: int
+    head_dim: int
+    weight_bytes: float
+    flops_per_s: float
+    mfu: float
+    memory_bytes_per_s: float
+    forward_s: float = 0.0
+
+    def seconds(self, new_tokens: float, cached_tokens: float = 0.0) -> float:
+        """Seconds to prefill ``new_tokens`` behind ``cached_tokens``; 0.0 for no new tokens."""
+        if new_tokens <= 0:
+            return 0.0
+        floor_s = self.weight_bytes / self.memory_bytes_per_s
+        return max(self.compute_s(new_tokens, cached_tokens), floor_s) + self.forward_s
+
+    def compute_s(self, new_tokens: float, cached_tokens: float = 0.0) -> float:
+        """Seconds of arithmetic alone: what one more block costs inside a larger prefill."""
+        width = self.heads * self.head_dim
+        attention = new_tokens * cached_tokens + new_tokens * new_tokens / 2
+        flops = 2 * self.parameters * new_tokens + 4 * self.layers * width * attention
+        return flops / (self.mfu * self.flops_per_s)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class TierSpeed:
+    """How fast blocks come from one kind of place.
+
+    Attributes:
+        bytes_per_s: Of one stream with nothing beside it.
+        request_s: Fixed seconds per request.
+    """
+
+    bytes_per_s: float
+    request_s: float = 0.0
+
+    def seconds(self, size_bytes: float) -> float:
+        """Seconds for one request of that many bytes; 0.0 for none."""
+        return self.request_s + size_bytes / self.bytes_per_s if size_bytes > 0 else 0.0
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class PrefixCosts:
+    """What a block costs to compute or to bring to the device of a node.
+
+    Attributes:
+        prefill: Of the model on the device.
+        block_tokens: Tokens of a block.
+        local: Host memory of the node to its device.
+        remote: Memory of another node to the memory of this one.
+        ssd: The node's own SSD to its memory.
+        lookup_s: Seconds of finding out what is stored.
+    """
+
+    prefill: PrefillCost
+    block_tokens: int
+    local: TierSpeed
+    remote: TierSpeed
+    ssd: TierSpeed
+    lookup_s: float = 0.0
+
+    def recompute_s(self, depth: int) -> float:
+        """Seconds to compute the block at that depth again, its prefix being there."""
+        return self.prefill.compute_s(self.block_tokens, depth * self.block_tokens)

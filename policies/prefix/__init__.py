@@ -1,0 +1,1 @@
+"""Which prefixes to keep, copy, fetch and give up."""

@@ -1,0 +1,1 @@
+"""Which block of a full memory goes first."""

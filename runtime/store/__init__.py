@@ -1,0 +1,1 @@
+"""The prefix tensor store: shared memory, SSD, sockets, clients."""

@@ -1,0 +1,1 @@
+"""The prefix tensor store on simulated time."""
