@@ -12,6 +12,8 @@ from policies.precision_baselines import (
     UniformRemainderPlanner,
 )
 from policies.precision_plan import Engine, HullPlanner, PrecisionPlanner
+from policies.prefix.eviction.base import EvictionPolicy
+from policies.prefix.eviction.lru import Lru, LruFront
 from policies.provisioning import Provisioning
 from policies.routing import LeastTokenLoad, PowerOfTwo, RandomSlot, RoundRobin, RoutingPolicy
 
@@ -36,6 +38,11 @@ PRECISION: dict[str, Callable[[Engine], PrecisionPlanner]] = {
     "uniform_remainder": UniformRemainderPlanner,
 }
 
+EVICTION: dict[str, Callable[[int], EvictionPolicy]] = {  # of a memory of that many bytes
+    "lru": Lru,
+    "lru_front": LruFront,
+}
+
 
 def routing_policy(name: str, rng: np.random.Generator) -> RoutingPolicy:
     """The routing policy of that name, with its own source of chance.
@@ -57,3 +64,14 @@ def precision_planner(name: str, engine: Engine = "auto") -> PrecisionPlanner:
     if name not in PRECISION:
         raise ValueError(f"precision must be one of {', '.join(PRECISION)}, found {name!r}")
     return PRECISION[name](engine)
+
+
+def eviction_policy(name: str, capacity_bytes: int) -> EvictionPolicy:
+    """The eviction policy of that name for a memory of that many bytes.
+
+    Raises:
+        ValueError: If there is none of that name.
+    """
+    if name not in EVICTION:
+        raise ValueError(f"eviction must be one of {', '.join(EVICTION)}, found {name!r}")
+    return EVICTION[name](capacity_bytes)
