@@ -14,6 +14,7 @@ from models.bundle import Bundle, LatencyCoefficients
 from models.streams import stream
 from policies.catalog import PROVISIONING, routing_policy
 from policies.precision_log import ReplayedPrecision
+from policies.prefix.store_log import ReplayedStore
 from policies.provisioning import Provisioning, ProvisioningLimits
 from policies.routing import RoutingPolicy
 from traces.decisions import Decision, plain, read_decisions
@@ -78,9 +79,9 @@ def _fresh(file: Path, recipes: Mapping[str, Any], name: str) -> Any:
     kind = recipe.get("kind")
     if kind == "provisioning" and recipe.get("name") in tuple(PROVISIONING):
         return PROVISIONING[recipe["name"]]()
-    if kind == "precision":
+    if kind in ("precision", "prefix"):
         try:
-            return ReplayedPrecision(recipe)
+            return (ReplayedPrecision if kind == "precision" else ReplayedStore)(recipe)
         except (LookupError, TypeError, ValueError, AttributeError, OverflowError) as error:
             raise TraceError(f"{file}:1: policies: recipe of {name!r}: {error}") from error
     if kind == "routing":
@@ -93,7 +94,7 @@ def _fresh(file: Path, recipes: Mapping[str, Any], name: str) -> Any:
 
 
 def _repeat(policy: Any, decision: Decision) -> Any:
-    if isinstance(policy, ReplayedPrecision):
+    if isinstance(policy, ReplayedPrecision | ReplayedStore):
         return policy.repeat(decision.call, decision.args, now=decision.now)
     is_provisioning = isinstance(policy, Provisioning)
     call = "decide" if is_provisioning else "assign"
