@@ -14,6 +14,7 @@ from policies.precision_baselines import (
 from policies.precision_plan import Engine, HullPlanner, PrecisionPlanner
 from policies.prefix.eviction.base import EvictionPolicy
 from policies.prefix.eviction.lru import Lru, LruFront
+from policies.prefix.owners import AnchorOwns, OwnerRule, Rendezvous, WriterOwns
 from policies.provisioning import Provisioning
 from policies.routing import LeastTokenLoad, PowerOfTwo, RandomSlot, RoundRobin, RoutingPolicy
 
@@ -41,6 +42,12 @@ PRECISION: dict[str, Callable[[Engine], PrecisionPlanner]] = {
 EVICTION: dict[str, Callable[[int], EvictionPolicy]] = {  # of a memory of that many bytes
     "lru": Lru,
     "lru_front": LruFront,
+}
+
+OWNERS: dict[str, Callable[[], OwnerRule]] = {
+    "rendezvous": Rendezvous,
+    "writer": WriterOwns,
+    "anchor": AnchorOwns,
 }
 
 
@@ -75,3 +82,14 @@ def eviction_policy(name: str, capacity_bytes: int) -> EvictionPolicy:
     if name not in EVICTION:
         raise ValueError(f"eviction must be one of {', '.join(EVICTION)}, found {name!r}")
     return EVICTION[name](capacity_bytes)
+
+
+def owner_rule(name: str) -> OwnerRule:
+    """The rule of that name for who owns a stored region.
+
+    Raises:
+        ValueError: If there is none of that name.
+    """
+    if name not in OWNERS:
+        raise ValueError(f"owner must be one of {', '.join(OWNERS)}, found {name!r}")
+    return OWNERS[name]()
