@@ -19,6 +19,7 @@ import typer
 from models.scenario import Scenario
 from models.strict_tables import ScenarioError
 from traces.errors import TraceError
+from twin.cache_command import cache
 from twin.memory_command import memory
 from twin.trace_commands import trace_app
 
@@ -35,6 +36,7 @@ calibrate_app = typer.Typer(help="Fit cost models to measurements.", no_args_is_
 app.add_typer(calibrate_app, name="calibrate")
 app.add_typer(trace_app, name="trace")
 app.command()(memory)
+app.command()(cache)
 
 
 class Executor(StrEnum):
