@@ -6,11 +6,18 @@ came before), at a fraction of the device's peak, but never faster than the weig
     t(n, c) = max((2 N n + 4 L d (n c + n^2 / 2)) / (mfu F), weights / memory bandwidth) + t_fwd
 
 with N parameters, L layers and d = heads * head size.
+
+Loading is what happens at the same time and what does not: requests to other nodes run in parallel,
+each as one stream; the node's own SSD and the way to the device come before and after them:
+
+    load = lookup + own SSD + max over nodes (queue + remote bytes, + its SSD) + host to device
 """
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+import math
+from collections.abc import Iterable
+from dataclasses import dataclass, fields
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -37,6 +44,11 @@ class PrefillCost:
     mfu: float
     memory_bytes_per_s: float
     forward_s: float = 0.0
+
+    def __post_init__(self) -> None:
+        _require_finite(self, zero_is_allowed=("layers", "heads", "head_dim", "forward_s"))
+        if self.mfu > 1.0:
+            raise ValueError(f"mfu must be a share of the peak in 0..1, found {self.mfu}")
 
     def seconds(self, new_tokens: float, cached_tokens: float = 0.0) -> float:
         """Seconds to prefill ``new_tokens`` behind ``cached_tokens``; 0.0 for no new tokens."""
@@ -65,6 +77,9 @@ class TierSpeed:
     bytes_per_s: float
     request_s: float = 0.0
 
+    def __post_init__(self) -> None:
+        _require_finite(self, zero_is_allowed=("request_s",))
+
     def seconds(self, size_bytes: float) -> float:
         """Seconds for one request of that many bytes; 0.0 for none."""
         return self.request_s + size_bytes / self.bytes_per_s if size_bytes > 0 else 0.0
@@ -90,6 +105,37 @@ class PrefixCosts:
     ssd: TierSpeed
     lookup_s: float = 0.0
 
+    def __post_init__(self) -> None:
+        if self.block_tokens < 1:
+            raise ValueError(f"block_tokens must be >= 1, found {self.block_tokens}")
+        if not 0.0 <= self.lookup_s < math.inf:
+            raise ValueError(f"lookup_s must be finite and >= 0, found {self.lookup_s}")
+
     def recompute_s(self, depth: int) -> float:
         """Seconds to compute the block at that depth again, its prefix being there."""
         return self.prefill.compute_s(self.block_tokens, depth * self.block_tokens)
+
+    def request_s(self, memory_bytes: float, ssd_bytes: float = 0.0) -> float:
+        """Seconds of one request to another node, of what it has in memory and on its SSD."""
+        return self.remote.seconds(memory_bytes + ssd_bytes) + self.ssd.seconds(ssd_bytes)
+
+    def load_s(
+        self, total_bytes: float, ssd_bytes: float = 0.0, requests_s: Iterable[float] = ()
+    ) -> float:
+        """Seconds until blocks are on the device; what is neither remote nor on SSD is at hand.
+
+        Args:
+            total_bytes: All blocks, wherever they come from.
+            ssd_bytes: Of them, on the node's own SSD.
+            requests_s: Seconds of each request to another node; they run in parallel.
+        """
+        fetched_s = self.ssd.seconds(ssd_bytes) + max(requests_s, default=0.0)
+        return self.lookup_s + fetched_s + self.local.seconds(total_bytes)
+
+
+def _require_finite(table: PrefillCost | TierSpeed, *, zero_is_allowed: tuple[str, ...]) -> None:
+    for field in fields(table):
+        value = getattr(table, field.name)
+        if not 0.0 <= value < math.inf or (value == 0.0 and field.name not in zero_is_allowed):
+            bound = ">= 0" if field.name in zero_is_allowed else "> 0"
+            raise ValueError(f"{field.name} must be finite and {bound}, found {value}")

@@ -190,8 +190,9 @@ class Directory:
     def promotions(self, dead: str, weights: Mapping[str, float]) -> Mapping[str, tuple[Key, ...]]:
         """Who becomes responsible for what the dead node owned; to be asked before forgetting it.
 
-        Of the live nodes that hold a copy and may own, the first in the rendezvous order of the region's first
-        key, so that nodes with equal directories agree without a word, and regions stay together.
+        Of the live nodes that hold a copy and may own, the first in the rendezvous order of the
+        region's first key: nodes with equal directories agree without a word, and regions stay
+        together.
 
         Args:
             dead: Who is gone.

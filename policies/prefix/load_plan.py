@@ -1,0 +1,286 @@
+"""How a prefix is brought to a node: which block from where, and where to stop and compute.
+
+Seconds are those of `models.prefix_costs.PrefixCosts.load_s`: requests to other nodes run in
+parallel, one per node; the own SSD is read in series with them, and everything then goes from host
+memory to the device. Behind the cut the rest of the common prefix is computed.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Container, Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from itertools import accumulate, groupby
+from typing import Literal, NamedTuple
+
+from models.prefix_costs import PrefixCosts
+from policies.prefix.directory import Copy, Directory, Held
+from policies.prefix.eviction.base import Key
+
+Source = Literal["memory", "replica", "remote", "remote_ssd", "ssd"]
+
+# Without costs: other memory before the own SSD, and that before somebody else's.
+_PREFERENCE: dict[Source, int] = {"memory": 0, "replica": 0, "remote": 1, "ssd": 2, "remote_ssd": 3}
+
+
+class Segment(NamedTuple):
+    """A run of bytes that is contiguous where it lies and where it goes.
+
+    Attributes:
+        region: First key of the region it lies in.
+        src: Byte offset in the region.
+        dst: Byte offset in the destination, where the blocks lie in order without gaps.
+        length: Bytes.
+    """
+
+    region: Key
+    src: int
+    dst: int
+    length: int
+
+
+class Way(NamedTuple):
+    """One way to get a block: who gives it, from what, and where it lies there."""
+
+    node: str
+    source: Source
+    held: Held
+
+
+@dataclass(frozen=True, slots=True)
+class LoadPlan:
+    """What to load and from where.
+
+    Attributes:
+        leading: Length of the longest common prefix with what live nodes hold, in blocks.
+        wanted: How many of these blocks to load; the others are cheaper to compute.
+        local: From the node's own memory.
+        ssd: From its own SSD.
+        remote: One request per other node, nodes by name.
+        ways: [wanted] how each block is got.
+        expected_s: Seconds to load the wanted blocks and to compute the rest of the common prefix;
+            nan without costs.
+        recompute_s: Seconds to compute all of the common prefix; nan without costs.
+    """
+
+    leading: int
+    wanted: int
+    local: tuple[Segment, ...]
+    ssd: tuple[Segment, ...]
+    remote: Mapping[str, tuple[Segment, ...]]
+    ways: tuple[Way, ...]
+    expected_s: float
+    recompute_s: float
+
+    @property
+    def source(self) -> tuple[Source, ...]:
+        """[wanted] kind of place each block comes from."""
+        return tuple(way.source for way in self.ways)
+
+    def blocks_of(self, node: str) -> tuple[int, ...]:
+        """Positions of the blocks that the request to that other node asks for."""
+        return tuple(
+            i for i, way in enumerate(self.ways) if way.node == node and _is_remote(way.source)
+        )
+
+
+def plan_load(
+    keys: Sequence[Key],
+    directory: Directory,
+    *,
+    local: str,
+    costs: PrefixCosts | None,
+    live: Container[str] | None = None,
+    load_of: Mapping[str, float] | None = None,
+) -> LoadPlan:
+    """Plan the load of a prompt's blocks to one node.
+
+    A block in the node's own memory is taken from there. Of the others, each goes where it adds
+    least to the time; among equal nodes the owner comes first, then the name. The cut is the one
+    that minimises loading plus computing, the longer of two equal ones. Blocks that several nodes
+    could give are spread so that the requests end together, in runs as long as possible.
+
+    Args:
+        keys: Of all full blocks of the prompt, first block first.
+        directory: What is held where.
+        local: The node that loads.
+        costs: Of computing and fetching; without them all of the common prefix is loaded.
+        live: Nodes to ask; None for all. The loading node itself is always one.
+        load_of: By node, seconds until it starts on a new request; 0 where absent. Without costs
+            the less loaded of several nodes is asked.
+    """
+    queue_s = load_of or {}
+    ways = list(_ways(keys, directory, local, live))
+    if costs is None:
+        chosen = [min(w, key=lambda way: _preference(way, queue_s)) for w in ways]
+        return _plan(ways, chosen, math.nan, math.nan)
+    recompute = [costs.recompute_s(depth) for depth in range(len(ways))]
+    rest_s = list(accumulate(reversed(recompute), initial=0.0))[::-1]
+    best_s, chosen = math.inf, list[Way]()
+    for candidates in _narrowings(ways):
+        schedule = _Schedule(costs, queue_s)
+        cut, cut_s = 0, schedule.seconds() + rest_s[0]
+        for i, block_ways in enumerate(candidates):
+            schedule.add(block_ways)
+            total_s = schedule.seconds() + rest_s[i + 1]
+            if total_s <= cut_s:
+                cut, cut_s = i + 1, total_s
+        balanced, balanced_s = _balanced(candidates[:cut], _Schedule(costs, queue_s))
+        if balanced_s + rest_s[cut] < cut_s:
+            found_s, found = balanced_s + rest_s[cut], balanced
+        else:
+            found_s, found = cut_s, schedule.chosen[:cut]
+        if found_s < best_s:
+            best_s, chosen = found_s, found
+    return _plan(ways, chosen, best_s, rest_s[0])
+
+
+class _Schedule:
+    """Blocks given to places one after the other, each where the load then ends first."""
+
+    def __init__(self, costs: PrefixCosts, queue_s: Mapping[str, float]) -> None:
+        self.chosen: list[Way] = []
+        self._costs, self._queue_s = costs, queue_s
+        self._total_bytes = self._ssd_bytes = 0
+        self._asked: dict[str, tuple[int, int]] = {}
+        self._last_s = 0.0
+
+    def seconds(self) -> float:
+        return self._costs.load_s(self._total_bytes, self._ssd_bytes, (self._last_s,))
+
+    def add(self, ways: tuple[Way, ...]) -> None:
+        way = ways[0] if len(ways) == 1 else min(ways, key=self._ends)
+        self.chosen.append(way)
+        self._total_bytes += way.held.length
+        if way.source == "ssd":
+            self._ssd_bytes += way.held.length
+        elif _is_remote(way.source):
+            self._last_s = max(self._last_s, self._request_s(way))
+            memory, ssd = self._asked.get(way.node, (0, 0))
+            is_ssd = way.source == "remote_ssd"
+            length = way.held.length
+            self._asked[way.node] = (memory + length * (not is_ssd), ssd + length * is_ssd)
+
+    def _ends(self, way: Way) -> tuple[float, float]:
+        """When all blocks are in memory, and when this one is."""
+        if way.source == "ssd":
+            read_s = self._costs.ssd.seconds(self._ssd_bytes + way.held.length)
+            return self._last_s + read_s, read_s
+        request_s = self._request_s(way)
+        own_s = self._costs.ssd.seconds(self._ssd_bytes)
+        return max(self._last_s, request_s) + own_s, request_s
+
+    def _request_s(self, way: Way) -> float:
+        """Seconds of the request to that node with this block in it."""
+        memory, ssd = self._asked.get(way.node, (0, 0))
+        if way.source == "remote_ssd":
+            ssd += way.held.length
+        else:
+            memory += way.held.length
+        return self._queue_s.get(way.node, 0.0) + self._costs.request_s(memory, ssd)
+
+
+def _balanced(ways: Sequence[tuple[Way, ...]], schedule: _Schedule) -> tuple[list[Way], float]:
+    """The same blocks, those with the fewest ways first: what can move fills what is left."""
+    order = sorted(range(len(ways)), key=lambda i: len(ways[i]))
+    for i in order:
+        schedule.add(ways[i])
+    by_position = dict(zip(order, schedule.chosen, strict=True))
+    return [by_position[i] for i in range(len(ways))], schedule.seconds()
+
+
+def _narrowings(ways: list[tuple[Way, ...]]) -> Iterator[list[tuple[Way, ...]]]:
+    """The ways, and where the own SSD competes with other nodes, also without either of them.
+
+    The first block of a request pays for the request, so block by block the SSD can win each time
+    although asking the other node for all of them would be cheaper, and the other way round.
+    """
+    yield ways
+    if any(len({w.source == "ssd" for w in block_ways}) == 2 for block_ways in ways):
+        for is_ssd in (False, True):
+            yield [tuple(w for w in ws if (w.source == "ssd") == is_ssd) or ws for ws in ways]
+
+
+def _ways(
+    keys: Sequence[Key], directory: Directory, local: str, live: Container[str] | None
+) -> Iterator[tuple[Way, ...]]:
+    """Ways to each block of the common prefix: own memory alone, else one per node."""
+    for key in keys:
+        by_node: dict[str, Way] = {}
+        for copy in directory.copies(key):
+            is_asked = live is None or copy.node == local or copy.node in live
+            # Memory comes before SSD, so the first word of a node is its better one.
+            if is_asked and copy.node not in by_node:
+                held = directory.held_at(key, copy.node, copy.tier)
+                assert held is not None, "a copy without a place"
+                by_node[copy.node] = Way(copy.node, _source(copy, local), held)
+        if not by_node:
+            return
+        own = by_node.get(local)
+        yield (own,) if own is not None and own.source != "ssd" else tuple(by_node.values())
+
+
+def _source(copy: Copy, local: str) -> Source:
+    if copy.node == local:
+        return "ssd" if copy.tier == "ssd" else "memory" if copy.is_owned else "replica"
+    return "remote" if copy.tier == "memory" else "remote_ssd"
+
+
+def _is_remote(source: Source) -> bool:
+    return source in ("remote", "remote_ssd")
+
+
+def _preference(way: Way, queue_s: Mapping[str, float]) -> tuple[int, float]:
+    return _PREFERENCE[way.source], queue_s.get(way.node, 0.0)
+
+
+def _in_runs(ways: Sequence[tuple[Way, ...]], chosen: Sequence[Way]) -> Iterator[Way]:
+    """The same number of blocks from each node, but neighbours from the same one.
+
+    Only among neighbours of equal length that the same places could give.
+    """
+
+    def kind(i: int) -> tuple[object, ...]:
+        return tuple((way.node, way.source, way.held.length) for way in ways[i])
+
+    for _, run in groupby(range(len(chosen)), key=kind):
+        positions = list(run)
+        places = [[way.node for way in ways[i]].index(chosen[i].node) for i in positions]
+        for i, place in zip(positions, sorted(places), strict=True):
+            yield ways[i][place]
+
+
+def _plan(
+    ways: Sequence[tuple[Way, ...]], chosen: Sequence[Way], expected_s: float, recompute_s: float
+) -> LoadPlan:
+    laid = tuple(_in_runs(ways, chosen))
+    local, ssd, remote = list[Segment](), list[Segment](), dict[str, list[Segment]]()
+    dst = 0
+    for way in laid:
+        if _is_remote(way.source):
+            segments = remote.setdefault(way.node, [])
+        else:
+            segments = ssd if way.source == "ssd" else local
+        _append(segments, way.held, dst)
+        dst += way.held.length
+    return LoadPlan(
+        leading=len(ways),
+        wanted=len(laid),
+        local=tuple(local),
+        ssd=tuple(ssd),
+        remote={node: tuple(remote[node]) for node in sorted(remote)},
+        ways=laid,
+        expected_s=expected_s,
+        recompute_s=recompute_s,
+    )
+
+
+def _append(segments: list[Segment], held: Held, dst: int) -> None:
+    """Add a block, to the last segment where it is contiguous at both ends."""
+    src = held.index * held.length
+    if segments:
+        region, last_src, last_dst, length = segments[-1]
+        if region == held.region and last_src + length == src and last_dst + length == dst:
+            segments[-1] = Segment(region, last_src, last_dst, length + held.length)
+            return
+    segments.append(Segment(held.region, src, dst, held.length))
