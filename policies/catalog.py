@@ -14,6 +14,7 @@ from policies.precision_baselines import (
 from policies.precision_plan import Engine, HullPlanner, PrecisionPlanner
 from policies.prefix.eviction.base import EvictionPolicy
 from policies.prefix.eviction.lru import Lru, LruFront
+from policies.prefix.eviction.tree_hd import TreeHd
 from policies.prefix.owners import AnchorOwns, OwnerRule, Rendezvous, WriterOwns
 from policies.provisioning import Provisioning
 from policies.routing import LeastTokenLoad, PowerOfTwo, RandomSlot, RoundRobin, RoutingPolicy
@@ -42,6 +43,7 @@ PRECISION: dict[str, Callable[[Engine], PrecisionPlanner]] = {
 EVICTION: dict[str, Callable[[int], EvictionPolicy]] = {  # of a memory of that many bytes
     "lru": Lru,
     "lru_front": LruFront,
+    "tree_hd": TreeHd,
 }
 
 OWNERS: dict[str, Callable[[], OwnerRule]] = {

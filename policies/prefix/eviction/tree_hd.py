@@ -1,0 +1,344 @@
+"""Tree-HD: leaves only, the one whose room would earn least by the learned hazard of its class.
+
+Prefix blocks form trees, and a block without its parent is of no use, so only leaves go. What a
+leaf is worth depends on how blocks *like it* were used before: a class is made of how often it was
+used, whether chains part at it or below it, and how many chains its first ancestor of the same
+increment joined when it came. For every class the hazards of reuse by age are learned
+(``ReuseIntervals``), blocks that were given up included. The rank of a leaf is
+
+    rank = reuses per second of its class and age, at the best horizon, x cost_s / size_bytes
+
+and the victim is the least rank among the oldest unpinned leaves of every class (and octave of
+price, since the prices of copies differ by orders of magnitude). An eviction costs O(classes).
+"""
+
+from __future__ import annotations
+
+import heapq
+import math
+from collections import OrderedDict
+from collections.abc import Container, Sequence
+
+from policies.prefix.eviction.base import Block, Key
+from policies.prefix.eviction.tree_hd_intervals import ReuseIntervals, age_bin
+
+REFIT_REQUESTS = 100
+HISTORY_PER_CAPACITY = 4
+NUM_CATEGORIES = 4
+
+_USES = (0, 0, 1, 2, 3, 3, 3, 3, 4)  # by number of uses: 1, 2, 3, 4-7, 8+
+_NUM_USES, _NUM_SHARED, _NUM_JOINS = 5, 2, 3
+NUM_CLASSES = _NUM_USES * _NUM_SHARED * _NUM_JOINS * NUM_CATEGORIES
+
+
+class _Node:
+    """A block that is resident or remembered."""
+
+    __slots__ = (
+        "category",
+        "children",
+        "cost_s",
+        "depth",
+        "is_resident",
+        "is_shared",
+        "joins",
+        "key",
+        "kind",
+        "last_s",
+        "parent",
+        "request",
+        "size_bytes",
+        "stamp",
+        "uses",
+    )
+
+    def __init__(self, block: Block, joins: int, category: int, request: int) -> None:
+        self.key = block.key
+        self.parent = block.parent
+        self.depth = block.depth
+        self.size_bytes = block.size_bytes
+        self.cost_s = block.cost_s
+        self.joins = joins
+        self.category = category
+        self.request = request
+        self.uses = 0
+        self.kind = 0
+        self.last_s = 0.0
+        self.children = 0
+        self.is_resident = False
+        self.is_shared = False
+        self.stamp = 0
+
+    def class_now(self) -> int:
+        uses = _USES[self.uses] if self.uses < 9 else 4
+        shared = uses * _NUM_SHARED + self.is_shared
+        return (shared * _NUM_JOINS + self.joins) * NUM_CATEGORIES + self.category
+
+
+_Entry = tuple[float, int, int, _Node]  # last use, -depth, stamp, leaf
+
+
+def _is_leaf(entry: _Entry) -> bool:
+    """Whether the entry still tells of a leaf: later entries carry a later stamp."""
+    node = entry[3]
+    return node.stamp == entry[2] and node.is_resident and not node.children
+
+
+class _Queue:
+    """Leaves of one class and octave of price, oldest first; entries may be out of date."""
+
+    __slots__ = ("heap", "rank", "ranked_at")
+
+    def __init__(self) -> None:
+        self.heap: list[_Entry] = []
+        self.rank = 0.0
+        self.ranked_at = -1.0
+
+
+class TreeHd:
+    """Evicts leaves by learned hazard and density."""
+
+    keeps_prefixes_whole = True
+
+    def __init__(self, capacity_bytes: int) -> None:
+        self._history_limit_bytes = HISTORY_PER_CAPACITY * capacity_bytes
+        self._nodes: dict[Key, _Node] = {}
+        self._history: OrderedDict[Key, None] = OrderedDict()  # first given up first
+        self._history_bytes = 0
+        self._num_resident = 0
+        # By parent: children that are known, and resident ones whose parent is unknown.
+        self._branches: dict[Key | None, int] = {}
+        self._orphans: dict[Key, int] = {}
+        self._queues: dict[tuple[int, int], _Queue] = {}
+        self._num_entries = 0
+        self._new_leaves: dict[Key, None] = {}
+        self._stamp = 0
+        self._request = 0
+        self._category = 0
+        self._next_refit = REFIT_REQUESTS // 4
+        self._now = 0.0
+        self._intervals = ReuseIntervals(NUM_CLASSES)
+
+    def begin_request(self, chain: Sequence[Key], *, now: float, category: int = 0) -> None:
+        """Every hundred requests (earlier at first) the hazards are fitted again."""
+        self._request += 1
+        self._category = min(max(category, 0), NUM_CATEGORIES - 1)
+        if self._request >= self._next_refit and now > self._now:
+            self._intervals.refit(now)
+            self._next_refit = self._request + min(self._request, REFIT_REQUESTS)
+
+    def access(self, key: Key, *, now: float) -> None:
+        """The block was used again."""
+        node = self._resident(key)
+        self._intervals.end(node.kind, node.last_s, now)
+        self._use(node, now)
+        if not node.children:
+            self._new_leaves[key] = None
+
+    def insert(self, block: Block, *, now: float) -> None:
+        """A block comes, or comes back."""
+        node = self._nodes.get(block.key)
+        if node is None:
+            node = self._first_seen(block)
+        elif node.is_resident:
+            raise ValueError("the block is resident already")
+        else:
+            del self._history[block.key]
+            self._history_bytes -= node.size_bytes
+            self._intervals.end(node.kind, node.last_s, now)
+            node.size_bytes, node.cost_s = block.size_bytes, block.cost_s
+        node.is_resident = True
+        self._num_resident += 1
+        self._count_child(block.parent, 1)
+        self._use(node, now)
+        if not node.children:
+            self._new_leaves[block.key] = None
+
+    def end_request(self, chain: Sequence[Key], *, now: float) -> None:
+        """Nothing more to learn: uses were told one by one."""
+
+    def evict(self, pinned: Container[Key], *, now: float) -> Key | None:
+        """Give up the leaf of least rank among the oldest of their classes."""
+        self._queue_new_leaves()
+        best: _Queue | None = None
+        aside: list[_Node] = []
+        for queue in self._queues.values():
+            if queue.ranked_at != now or not self._is_free(queue.heap[0], pinned):
+                self._rank_oldest(queue, pinned, now, aside)
+            if queue.heap and (best is None or self._goes_before(queue, best)):
+                best = queue
+        if best is None:
+            self._push_all(aside)
+            return None
+        node = heapq.heappop(best.heap)[3]
+        best.ranked_at = -1.0
+        self._num_entries -= 1
+        self._push_all(aside)
+        self._leave(node, now)
+        return node.key
+
+    def remove(self, key: Key) -> None:
+        """A block is gone; it is remembered like one given up."""
+        self._leave(self._resident(key), self._now)
+
+    def reprice(self, key: Key, cost_s: float, *, now: float) -> None:
+        """The block's loss is another one."""
+        node = self._resident(key)
+        if node.cost_s != cost_s:
+            node.cost_s = cost_s
+            if not node.children:
+                self._new_leaves[key] = None
+
+    @property
+    def history_bytes(self) -> int:
+        """Bytes of the blocks that are remembered only; at most 4 times the capacity."""
+        return self._history_bytes
+
+    def __contains__(self, key: Key) -> bool:
+        node = self._nodes.get(key)
+        return node is not None and node.is_resident
+
+    def __len__(self) -> int:
+        return self._num_resident
+
+    def _resident(self, key: Key) -> _Node:
+        node = self._nodes[key]
+        if not node.is_resident:
+            raise KeyError(key)
+        return node
+
+    def _use(self, node: _Node, now: float) -> None:
+        node.uses += 1
+        node.last_s = self._now = now
+        node.kind = node.class_now()
+        self._intervals.begin(node.kind)
+
+    def _first_seen(self, block: Block) -> _Node:
+        before = self._branches.get(block.parent, 0)
+        self._branches[block.parent] = before + 1
+        above = None if block.parent is None else self._nodes.get(block.parent)
+        joins = 0 if not before else 1 if before < 3 else 2
+        if above is not None and above.request == self._request:
+            joins = above.joins  # the same increment
+        if before:
+            self._mark_shared(above)
+        node = _Node(block, joins, self._category, self._request)
+        node.children = self._orphans.pop(block.key, 0)
+        node.is_shared = self._branches.get(block.key, 0) > 1
+        self._nodes[block.key] = node
+        return node
+
+    def _mark_shared(self, node: _Node | None) -> None:
+        """Chains part at this block: that holds for all blocks before it, too."""
+        while node is not None and not node.is_shared:
+            node.is_shared = True
+            kind = node.class_now()
+            self._intervals.rename(node.kind, kind, node.last_s)
+            node.kind = kind
+            if node.is_resident and not node.children:
+                self._new_leaves[node.key] = None
+            node = None if node.parent is None else self._nodes.get(node.parent)
+
+    def _count_child(self, parent: Key | None, change: int) -> None:
+        if parent is None:
+            return
+        above = self._nodes.get(parent)
+        if above is None:
+            number = self._orphans.get(parent, 0) + change
+            if number:
+                self._orphans[parent] = number
+            else:
+                del self._orphans[parent]
+            return
+        above.children += change
+        if above.children == 0 and above.is_resident:
+            self._new_leaves[parent] = None
+
+    def _leave(self, node: _Node, now: float) -> None:
+        node.is_resident = False
+        self._num_resident -= 1
+        self._count_child(node.parent, -1)
+        self._history[node.key] = None
+        self._history_bytes += node.size_bytes
+        while self._history_bytes > self._history_limit_bytes:
+            self._forget(self._nodes[next(iter(self._history))], now)
+
+    def _forget(self, node: _Node, now: float) -> None:
+        del self._history[node.key]
+        self._history_bytes -= node.size_bytes
+        del self._nodes[node.key]
+        self._intervals.give_up(node.kind, node.last_s, now)
+        if node.children:
+            self._orphans[node.key] = node.children
+        left = self._branches[node.parent] - 1
+        if left:
+            self._branches[node.parent] = left
+        else:
+            del self._branches[node.parent]
+
+    def _queue_new_leaves(self) -> None:
+        if not self._new_leaves:
+            return
+        nodes = self._nodes
+        for key in self._new_leaves:
+            node = nodes.get(key)
+            if node is not None and node.is_resident and not node.children:
+                self._push(node)
+        self._new_leaves.clear()
+        if self._num_entries > 2 * self._num_resident + 64:
+            self._drop_old_entries()
+
+    def _push(self, node: _Node) -> None:
+        self._stamp += 1
+        node.stamp = self._stamp
+        octave = math.frexp(node.cost_s / node.size_bytes)[1]
+        queue = self._queues.get((node.kind, octave))
+        if queue is None:
+            queue = self._queues[node.kind, octave] = _Queue()
+        entry = (node.last_s, -node.depth, node.stamp, node)
+        heapq.heappush(queue.heap, entry)
+        self._num_entries += 1
+        queue.ranked_at = -1.0
+
+    def _push_all(self, nodes: Sequence[_Node]) -> None:
+        for node in nodes:
+            self._push(node)
+
+    def _rank_oldest(
+        self, queue: _Queue, pinned: Container[Key], now: float, aside: list[_Node]
+    ) -> None:
+        """Bring the oldest unpinned leaf to the front and rank it; pinned ones are put aside."""
+        heap = queue.heap
+        while heap:
+            node = heap[0][3]
+            if self._is_free(heap[0], pinned):
+                age = age_bin(now - node.last_s)
+                rank = self._intervals.rank[node.kind][age]
+                queue.rank = rank * node.cost_s / node.size_bytes
+                queue.ranked_at = now
+                return
+            if _is_leaf(heap[0]):
+                aside.append(node)
+            heapq.heappop(heap)
+            self._num_entries -= 1
+        queue.ranked_at = -1.0
+
+    @staticmethod
+    def _is_free(entry: _Entry, pinned: Container[Key]) -> bool:
+        return _is_leaf(entry) and entry[3].key not in pinned
+
+    @staticmethod
+    def _goes_before(queue: _Queue, best: _Queue) -> bool:
+        if queue.rank != best.rank:
+            return queue.rank < best.rank
+        return queue.heap[0][:3] < best.heap[0][:3]
+
+    def _drop_old_entries(self) -> None:
+        self._num_entries = 0
+        for name, queue in list(self._queues.items()):
+            queue.heap = [entry for entry in queue.heap if _is_leaf(entry)]
+            heapq.heapify(queue.heap)
+            queue.ranked_at = -1.0
+            self._num_entries += len(queue.heap)
+            if not queue.heap:
+                del self._queues[name]
