@@ -13,8 +13,13 @@ from policies.precision_baselines import (
 )
 from policies.precision_plan import Engine, HullPlanner, PrecisionPlanner
 from policies.prefix.eviction.base import EvictionPolicy
+from policies.prefix.eviction.fifo import Fifo
+from policies.prefix.eviction.gdsf import Gdsf, GdsfPosition, TreeGdsf
+from policies.prefix.eviction.lfu import Lfu
 from policies.prefix.eviction.lru import Lru, LruFront
+from policies.prefix.eviction.sieve import Sieve
 from policies.prefix.eviction.tree_hd import TreeHd
+from policies.prefix.eviction.tree_lru import TreeLru, TreeSlru
 from policies.prefix.owners import AnchorOwns, OwnerRule, Rendezvous, WriterOwns
 from policies.provisioning import Provisioning
 from policies.routing import LeastTokenLoad, PowerOfTwo, RandomSlot, RoundRobin, RoutingPolicy
@@ -43,6 +48,14 @@ PRECISION: dict[str, Callable[[Engine], PrecisionPlanner]] = {
 EVICTION: dict[str, Callable[[int], EvictionPolicy]] = {  # of a memory of that many bytes
     "lru": Lru,
     "lru_front": LruFront,
+    "fifo": Fifo,
+    "lfu": Lfu,
+    "gdsf": Gdsf,
+    "gdsf_pos": GdsfPosition,
+    "tree_lru": TreeLru,
+    "tree_slru": TreeSlru,
+    "tree_gdsf": TreeGdsf,
+    "sieve": Sieve,
     "tree_hd": TreeHd,
 }
 

@@ -40,6 +40,7 @@ class PrefixCache:
         if len(policy):
             raise ValueError(f"the policy must be empty, found {len(policy)} blocks in it")
         self._policy = policy
+        self._prices_position = getattr(policy, "prices_position", True)
         self._capacity_bytes = capacity_bytes
         self._sizes: dict[Key, int] = {}
         self._pins: dict[Key, int] = {}
@@ -117,7 +118,8 @@ class PrefixCache:
             generated: Blocks that decoding adds behind the prompt.
             now: Seconds since the run began, never decreasing.
             block_bytes: Size of the blocks that are stored now, > 0.
-            cost_of_depth: Seconds to compute the block at that position again; None: 1 each.
+            cost_of_depth: Seconds to compute the block at that position again; None, or a policy
+                that takes all positions to be equally dear: 1 each.
             category: Class of the request, for policies that learn by class.
         """
         if block_bytes <= 0:
@@ -125,6 +127,8 @@ class PrefixCache:
         hits = self.leading(prompt)
         chain = self._fitting((*prompt, *generated), block_bytes)
         policy, sizes = self._policy, self._sizes
+        if not self._prices_position:
+            cost_of_depth = None
         policy.begin_request(prompt, now=now, category=category)
         self._pin(chain)
         stored = 0
