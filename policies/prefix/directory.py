@@ -55,8 +55,14 @@ class Holding(NamedTuple):
     is_owned: bool
 
 
-class _Place:
-    """A block on one node: at least one of the two tiers holds it."""
+class Place:
+    """A block on one node, held by at least one of its two tiers. Only the directory changes it.
+
+    Attributes:
+        node: Who holds it.
+        memory, ssd: Where in its region it lies on that tier; None if the tier has no copy.
+        memory_is_owned, ssd_is_owned: Whether the node is responsible for that copy.
+    """
 
     __slots__ = ("memory", "memory_is_owned", "node", "ssd", "ssd_is_owned")
 
@@ -67,17 +73,18 @@ class _Place:
         self.memory_is_owned = False
         self.ssd_is_owned = False
 
-    def __lt__(self, other: _Place) -> bool:
+    def __lt__(self, other: Place) -> bool:
         return self.node < other.node
 
     def put(self, held: Held, tier: Tier, is_owned: bool) -> None:
+        """That tier holds it from now on."""
         if tier == "memory":
             self.memory, self.memory_is_owned = held, is_owned
         else:
             self.ssd, self.ssd_is_owned = held, is_owned
 
     def take(self, tier: Tier) -> bool:
-        """Whether that tier held it."""
+        """That tier holds it no longer; whether it did."""
         if tier == "memory":
             was, self.memory = self.memory, None
         else:
@@ -85,6 +92,7 @@ class _Place:
         return was is not None
 
     def tiers(self) -> Iterator[tuple[Held, Tier, bool]]:
+        """Where it lies, on what, and whether that copy is owned; memory first."""
         if self.memory is not None:
             yield self.memory, "memory", self.memory_is_owned
         if self.ssd is not None:
@@ -92,10 +100,12 @@ class _Place:
 
     @property
     def is_empty(self) -> bool:
+        """Whether neither tier holds it."""
         return self.memory is None and self.ssd is None
 
     @property
     def is_owned(self) -> bool:
+        """Whether the node is responsible for a copy on either tier."""
         return any(is_owned for _, _, is_owned in self.tiers())
 
 
@@ -104,8 +114,8 @@ class Directory:
 
     def __init__(self) -> None:
         # Places of a key are in order of node names; no key is kept without places.
-        self._places: dict[Key, tuple[_Place, ...]] = {}
-        self._by_node: dict[str, dict[Key, _Place]] = {}
+        self._places: dict[Key, tuple[Place, ...]] = {}
+        self._by_node: dict[str, dict[Key, Place]] = {}
         self._incarnations: dict[str, int] = {}
 
     def leading(self, keys: Sequence[Key]) -> int:
@@ -131,6 +141,10 @@ class Directory:
             return None
         return place.memory if tier == "memory" else place.ssd
 
+    def places(self, key: Key) -> tuple[Place, ...]:
+        """All nodes that hold the block, by name; a quicker look than `copies`."""
+        return self._places.get(key, ())
+
     def copies(self, key: Key) -> tuple[Copy, ...]:
         """All copies: memory before SSD, owned before replicas, then by name of the node."""
         places = self._places.get(key, ())
@@ -153,7 +167,7 @@ class Directory:
         of_node = self._by_node.setdefault(node, {})
         place = of_node.get(key)
         if place is None:
-            place = of_node[key] = _Place(node)
+            place = of_node[key] = Place(node)
             others = self._places.get(key)
             self._places[key] = (place,) if others is None else tuple(sorted((*others, place)))
         place.put(held, tier, is_owned)
@@ -261,7 +275,7 @@ class Directory:
         self._incarnations[node] = incarnation
         return True
 
-    def _drop(self, key: Key, place: _Place) -> None:
+    def _drop(self, key: Key, place: Place) -> None:
         left = tuple(p for p in self._places[key] if p is not place)
         if left:
             self._places[key] = left

@@ -14,13 +14,15 @@ from itertools import accumulate, groupby
 from typing import Literal, NamedTuple
 
 from models.prefix_costs import PrefixCosts
-from policies.prefix.directory import Copy, Directory, Held
+from policies.prefix.directory import Directory, Held
 from policies.prefix.eviction.base import Key
 
 Source = Literal["memory", "replica", "remote", "remote_ssd", "ssd"]
 
 # Without costs: other memory before the own SSD, and that before somebody else's.
 _PREFERENCE: dict[Source, int] = {"memory": 0, "replica": 0, "remote": 1, "ssd": 2, "remote_ssd": 3}
+
+_REMOTE = ("remote", "remote_ssd")
 
 
 class Segment(NamedTuple):
@@ -80,7 +82,7 @@ class LoadPlan:
     def blocks_of(self, node: str) -> tuple[int, ...]:
         """Positions of the blocks that the request to that other node asks for."""
         return tuple(
-            i for i, way in enumerate(self.ways) if way.node == node and _is_remote(way.source)
+            i for i, way in enumerate(self.ways) if way.node == node and way.source in _REMOTE
         )
 
 
@@ -112,7 +114,9 @@ def plan_load(
     queue_s = load_of or {}
     ways = list(_ways(keys, directory, local, live))
     if costs is None:
-        chosen = [min(w, key=lambda way: _preference(way, queue_s)) for w in ways]
+        chosen = [
+            w[0] if len(w) == 1 else min(w, key=lambda way: _preference(way, queue_s)) for w in ways
+        ]
         return _plan(ways, chosen, math.nan, math.nan)
     recompute = [costs.recompute_s(depth) for depth in range(len(ways))]
     rest_s = list(accumulate(reversed(recompute), initial=0.0))[::-1]
@@ -125,13 +129,13 @@ def plan_load(
             total_s = schedule.seconds() + rest_s[i + 1]
             if total_s <= cut_s:
                 cut, cut_s = i + 1, total_s
-        balanced, balanced_s = _balanced(candidates[:cut], _Schedule(costs, queue_s))
-        if balanced_s + rest_s[cut] < cut_s:
-            found_s, found = balanced_s + rest_s[cut], balanced
-        else:
-            found_s, found = cut_s, schedule.chosen[:cut]
-        if found_s < best_s:
-            best_s, chosen = found_s, found
+        found = schedule.chosen[:cut]
+        if len(dict.fromkeys(map(len, candidates[:cut]))) > 1:
+            balanced, balanced_s = _balanced(candidates[:cut], _Schedule(costs, queue_s))
+            if balanced_s + rest_s[cut] < cut_s:
+                cut_s, found = balanced_s + rest_s[cut], balanced
+        if cut_s < best_s:
+            best_s, chosen = cut_s, found
     return _plan(ways, chosen, best_s, rest_s[0])
 
 
@@ -150,16 +154,14 @@ class _Schedule:
 
     def add(self, ways: tuple[Way, ...]) -> None:
         way = ways[0] if len(ways) == 1 else min(ways, key=self._ends)
+        _, source, held = way
         self.chosen.append(way)
-        self._total_bytes += way.held.length
-        if way.source == "ssd":
-            self._ssd_bytes += way.held.length
-        elif _is_remote(way.source):
+        self._total_bytes += held.length
+        if source == "ssd":
+            self._ssd_bytes += held.length
+        elif source in _REMOTE:
             self._last_s = max(self._last_s, self._request_s(way))
-            memory, ssd = self._asked.get(way.node, (0, 0))
-            is_ssd = way.source == "remote_ssd"
-            length = way.held.length
-            self._asked[way.node] = (memory + length * (not is_ssd), ssd + length * is_ssd)
+            self._asked[way.node] = self._with(way)
 
     def _ends(self, way: Way) -> tuple[float, float]:
         """When all blocks are in memory, and when this one is."""
@@ -170,14 +172,15 @@ class _Schedule:
         own_s = self._costs.ssd.seconds(self._ssd_bytes)
         return max(self._last_s, request_s) + own_s, request_s
 
-    def _request_s(self, way: Way) -> float:
-        """Seconds of the request to that node with this block in it."""
+    def _with(self, way: Way) -> tuple[int, int]:
+        """Bytes of the request to that node with this block in it: of its memory, of its SSD."""
         memory, ssd = self._asked.get(way.node, (0, 0))
         if way.source == "remote_ssd":
-            ssd += way.held.length
-        else:
-            memory += way.held.length
-        return self._queue_s.get(way.node, 0.0) + self._costs.request_s(memory, ssd)
+            return memory, ssd + way.held.length
+        return memory + way.held.length, ssd
+
+    def _request_s(self, way: Way) -> float:
+        return self._queue_s.get(way.node, 0.0) + self._costs.request_s(*self._with(way))
 
 
 def _balanced(ways: Sequence[tuple[Way, ...]], schedule: _Schedule) -> tuple[list[Way], float]:
@@ -204,30 +207,28 @@ def _narrowings(ways: list[tuple[Way, ...]]) -> Iterator[list[tuple[Way, ...]]]:
 def _ways(
     keys: Sequence[Key], directory: Directory, local: str, live: Container[str] | None
 ) -> Iterator[tuple[Way, ...]]:
-    """Ways to each block of the common prefix: own memory alone, else one per node."""
+    """Ways to each block of the common prefix: own memory alone, else one per node, best first."""
     for key in keys:
-        by_node: dict[str, Way] = {}
-        for copy in directory.copies(key):
-            is_asked = live is None or copy.node == local or copy.node in live
-            # Memory comes before SSD, so the first word of a node is its better one.
-            if is_asked and copy.node not in by_node:
-                held = directory.held_at(key, copy.node, copy.tier)
-                assert held is not None, "a copy without a place"
-                by_node[copy.node] = Way(copy.node, _source(copy, local), held)
-        if not by_node:
+        ways, ranks = list[Way](), list[tuple[bool, int]]()
+        for place in directory.places(key):
+            node = place.node
+            if node == local and place.memory is not None:
+                source: Source = "memory" if place.memory_is_owned else "replica"
+                ways = [Way(node, source, place.memory)]
+                break
+            if live is not None and node != local and node not in live:
+                continue
+            if place.memory is not None:
+                ways.append(Way(node, "remote", place.memory))
+                ranks.append((not place.memory_is_owned, len(ranks)))
+            elif place.ssd is not None:
+                ways.append(Way(node, "ssd" if node == local else "remote_ssd", place.ssd))
+                ranks.append((not place.ssd_is_owned, len(ranks)))
+        if not ways:
             return
-        own = by_node.get(local)
-        yield (own,) if own is not None and own.source != "ssd" else tuple(by_node.values())
-
-
-def _source(copy: Copy, local: str) -> Source:
-    if copy.node == local:
-        return "ssd" if copy.tier == "ssd" else "memory" if copy.is_owned else "replica"
-    return "remote" if copy.tier == "memory" else "remote_ssd"
-
-
-def _is_remote(source: Source) -> bool:
-    return source in ("remote", "remote_ssd")
+        if len(ways) > 1:
+            ways = [ways[i] for _, i in sorted(ranks)]
+        yield tuple(ways)
 
 
 def _preference(way: Way, queue_s: Mapping[str, float]) -> tuple[int, float]:
@@ -243,6 +244,9 @@ def _in_runs(ways: Sequence[tuple[Way, ...]], chosen: Sequence[Way]) -> Iterator
     def kind(i: int) -> tuple[object, ...]:
         return tuple((way.node, way.source, way.held.length) for way in ways[i])
 
+    if all(len(ways[i]) == 1 for i in range(len(chosen))):
+        yield from chosen
+        return
     for _, run in groupby(range(len(chosen)), key=kind):
         positions = list(run)
         places = [[way.node for way in ways[i]].index(chosen[i].node) for i in positions]
@@ -257,7 +261,7 @@ def _plan(
     local, ssd, remote = list[Segment](), list[Segment](), dict[str, list[Segment]]()
     dst = 0
     for way in laid:
-        if _is_remote(way.source):
+        if way.source in _REMOTE:
             segments = remote.setdefault(way.node, [])
         else:
             segments = ssd if way.source == "ssd" else local
