@@ -18,12 +18,14 @@ import tomli_w
 from models.calibration import NAMED
 from models.llm_catalog import catalog
 from models.precision_settings import PagedWeightScenario
+from models.prefix_settings import PrefixScenario
 from models.scenario import Scenario
 from models.strict_tables import MAX_DEPTH, ScenarioError, build_table, require_shallow
 from traces.workloads import BUNDLED
 
 DEFAULT_TRACE = "azure-2023-conversation"
-PAGED_WEIGHT_TABLES = ("llm", "precision")  # either of them makes it a scenario of that kind
+PREFIX_TABLE = "prefix"  # makes it a scenario of a pooled prefix cache
+PAGED_WEIGHT_TABLES = ("llm", "precision")  # else either of them makes it one of weight pages
 ATTENTION_FFN_TABLES = ("attention_ffn", "faults", "prefill")
 
 
@@ -142,6 +144,11 @@ def parse_scenario(tables: Mapping[str, Any], where: str = "scenario") -> Scenar
     """
     try:
         require_shallow(tables)
+        if is_prefix(tables):
+            raise ScenarioError(
+                f"[{PREFIX_TABLE}]: a scenario of a pooled prefix cache is for `twin run`; other "
+                "commands know [attention_ffn] only"
+            )
         if is_paged_weight(tables):
             raise ScenarioError(
                 f"[{_first(tables, PAGED_WEIGHT_TABLES)}]: a scenario of expert weights that "
@@ -154,7 +161,28 @@ def parse_scenario(tables: Mapping[str, Any], where: str = "scenario") -> Scenar
 
 def is_paged_weight(tables: Mapping[str, Any]) -> bool:
     """Whether the tables are about expert weights that shrink while the KV cache grows."""
-    return any(name in tables for name in PAGED_WEIGHT_TABLES)
+    return not is_prefix(tables) and any(name in tables for name in PAGED_WEIGHT_TABLES)
+
+
+def is_prefix(tables: Mapping[str, Any]) -> bool:
+    """Whether the tables are about a pooled prefix cache."""
+    return PREFIX_TABLE in tables
+
+
+def parse_prefix(tables: Mapping[str, Any], where: str = "scenario") -> PrefixScenario:
+    """A checked scenario of that kind from plain tables; a workload with a trace needs no kind.
+
+    Raises:
+        ScenarioError: Naming ``where``, the table and the field.
+    """
+    try:
+        require_shallow(tables)
+        workload = tables.get("workload")
+        if isinstance(workload, Mapping) and "trace" in workload and "kind" not in workload:
+            tables = {**tables, "workload": {"kind": "trace", **workload}}
+        return typing.cast(PrefixScenario, build_table(PrefixScenario, tables, ""))
+    except ScenarioError as error:
+        raise ScenarioError(f"{where}: {error}") from None
 
 
 def parse_paged_weight(tables: Mapping[str, Any], where: str = "scenario") -> PagedWeightScenario:
@@ -180,7 +208,7 @@ def _first(tables: Mapping[str, Any], names: Sequence[str]) -> str | None:
     return next((name for name in names if name in tables), None)
 
 
-def scenario_tables(scenario: Scenario | PagedWeightScenario) -> dict[str, Any]:
+def scenario_tables(scenario: Scenario | PagedWeightScenario | PrefixScenario) -> dict[str, Any]:
     """The scenario as plain tables; settings at their default are left out."""
     tables = _tables(scenario)
     return typing.cast(dict[str, Any], tables)

@@ -50,6 +50,7 @@ class Validated(StrEnum):
     """Published results that can be checked."""
 
     AFD = "afd"
+    PTSTORE = "ptstore"
 
 
 class Transfer(StrEnum):
@@ -179,12 +180,12 @@ def _tables(
     seed: int | None = None,
     skip_bad_rows: bool = False,
 ) -> dict[str, Any]:
-    from models.scenario_file import apply_overrides, beside, read_toml
+    from models.scenario_file import apply_overrides, beside, is_prefix, read_toml
 
     tables: dict[str, Any] = {} if path is None else beside(read_toml(path), path.parent)
     if trace is not None:
         workload = tables.get("workload", {})
-        kept = (
+        kept: tuple[str, ...] = (
             "arrivals",
             "num_requests",
             "skip_bad_rows",
@@ -193,6 +194,8 @@ def _tables(
             "time_unit",
             "servegen",
         )
+        if is_prefix(tables):
+            kept = ("num_requests", "skip_bad_rows", "format", "rate_scale")
         if isinstance(workload, dict):
             workload = {key: value for key, value in workload.items() if key in kept}
         tables["workload"] = {**workload, "trace": trace}
@@ -244,9 +247,10 @@ def run(
 ) -> None:
     """Theory at four levels, the simulated twin beside it, and what stragglers cost.
 
-    A scenario with [llm] and [precision]: expert weights that shrink while the KV cache grows.
+    A scenario with [llm] and [precision]: expert weights that shrink while the KV cache grows. One
+    with [prefix]: prompts' beginnings pooled over nodes.
     """
-    from models.scenario_file import is_paged_weight, parse_paged_weight, parse_scenario
+    from models.scenario_file import is_paged_weight, is_prefix, parse_paged_weight, parse_scenario
     from traces.record import check_writable, next_run_path, write_numbered_run, write_run
     from twin.experiment import ExperimentResult, run_experiment
     from twin.paged_weight_experiment import PagedWeightResult, run_paged_weight
@@ -257,6 +261,9 @@ def run(
     from twin.run_files import run_record
 
     tables = _tables(scenario, trace, settings, seed=seed, skip_bad_rows=skip_bad_rows)
+    if is_prefix(tables):
+        _run_prefix(tables, _where(scenario), out, plots=plots, as_json=as_json)
+        return
     is_paged = is_paged_weight(tables)
     question = (parse_paged_weight if is_paged else parse_scenario)(tables, where=_where(scenario))
     check_writable(out or next_run_path("results", "run"))
@@ -287,6 +294,42 @@ def run(
     what = "run.json, tables, decisions" if is_paged else "run.json, tables, timeline"
     console.print(
         f"\nwritten: {target}/ ({what}{', plots' if plots else ''})",
+        markup=False,
+        soft_wrap=True,
+    )
+
+
+def _run_prefix(
+    tables: dict[str, Any], where: str, out: Path | None, *, plots: bool, as_json: bool
+) -> None:
+    """A scenario of a pooled prefix cache, from its tables to its directory and report."""
+    from models.scenario_file import parse_prefix
+    from traces.record import check_writable, next_run_path, write_numbered_run, write_run
+    from twin.progress import progress_bar
+    from twin.report import make_console
+    from twin.store.experiment import run_prefix
+    from twin.store.files import prefix_record
+    from twin.store.report import print_prefix
+
+    question = parse_prefix(tables, where=where)
+    check_writable(out or next_run_path("results", "run"))
+    try:
+        with progress_bar() as on_progress:
+            result = run_prefix(question, on_progress=on_progress)
+        record = prefix_record(result, plots=plots)
+        target = out or write_numbered_run("results", result.name, record)
+        if out is not None:
+            write_run(out, record)
+    except KeyboardInterrupt:
+        _complain("interrupted: nothing was written")
+        sys.exit(130)
+    if as_json:
+        _print_json({**result.summary, "run_directory": str(target)})
+        return
+    console = make_console()
+    print_prefix(result.summary, console)
+    console.print(
+        f"\nwritten: {target}/ (run.json, tables, decisions{', plots' if plots else ''})",
         markup=False,
         soft_wrap=True,
     )
