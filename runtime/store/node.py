@@ -1,0 +1,352 @@
+"""One node of the store: everything behind the library, the unix socket and the peers' port."""
+
+from __future__ import annotations
+
+import contextlib
+import fcntl
+import itertools
+import os
+import threading
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from concurrent.futures import ThreadPoolExecutor
+from pathlib import Path
+
+import structlog
+
+from policies.catalog import OWNERS
+from policies.prefix.directory import Directory
+from policies.prefix.store_log import LoggedStore
+from policies.prefix.store_orders import NewBlock
+from policies.prefix.store_policy import StorePolicy
+from policies.prefix.store_settings import StoreSettings
+from runtime.store.arena import SharedArena, arena_path
+from runtime.store.background import Background
+from runtime.store.blocks import BlockInfo
+from runtime.store.config import StoreConfig
+from runtime.store.counters import Counters
+from runtime.store.deadline import Deadline
+from runtime.store.errors import StoreSetupError
+from runtime.store.flusher import MOST_BLOCKS, Flusher
+from runtime.store.incarnation import next_incarnation
+from runtime.store.leases import Holder
+from runtime.store.node_load import FetchMany, Loader, Offer
+from runtime.store.node_memory import NodeMemory, Room
+from runtime.store.node_put import Reservation, Writer
+from runtime.store.node_state import NodeState
+from runtime.store.nominal_costs import nominal_costs
+from runtime.store.owner_sender import OwnerSender, RegionToSend, SendRegion
+from runtime.store.peer_messages import Announcement, Removal
+from runtime.store.ssd import SsdTier
+from traces.decisions import DecisionLog
+
+HOUSEKEEPING_S = 0.5
+COMPACTION_S = 10.0
+_SSD_LIVE_SHARE = 0.9  # the rest is for headers, and for dead records until they are compacted
+OnChange = Callable[[Sequence[Announcement], Sequence[Removal]], None]
+
+_log = structlog.get_logger("store")
+
+
+class StoreNode:
+    """Blocks of one node, for any number of readers and writers.
+
+    Attributes:
+        config: As set up.
+        state: Shared by the parts.
+        arena: The shared memory.
+    """
+
+    def __init__(self, config: StoreConfig) -> None:
+        """Open the node's folder, take over what is there, and be ready.
+
+        Raises:
+            StoreSetupError: If the folder, memory or SSD cannot be used, or are used by another.
+        """
+        self.config = config
+        self._lock_file = _lock_folder(config.folder)
+        self._cleanup = contextlib.ExitStack()
+        self._cleanup.callback(os.close, self._lock_file)
+        try:
+            self._open()
+        except BaseException:
+            self._cleanup.close()
+            raise
+
+    def _open(self) -> None:
+        config = self.config
+        counters = Counters()
+        incarnation = next_incarnation(config.folder / "incarnation")
+        num_slots = config.dram_bytes // config.block_bytes
+        path = arena_path(config.folder)
+        self.arena = SharedArena.create(path, slot_bytes=config.block_bytes, num_slots=num_slots)
+        self._cleanup.callback(self._close_arena)
+        ssd = None
+        if config.ssd_bytes > 0:
+            ssd = SsdTier.open(
+                config.folder / "ssd",
+                capacity_bytes=config.ssd_bytes,
+                segment_bytes=config.segment_bytes,
+            )
+            self._cleanup.callback(ssd.close)
+        settings = StoreSettings(
+            memory_bytes=(num_slots - _passing_slots(num_slots)) * config.block_bytes,
+            ssd_bytes=int(_SSD_LIVE_SHARE * config.ssd_bytes),
+            eviction=config.eviction,
+            ssd_eviction=config.ssd_eviction,
+            replicas=config.replicas,
+            replica_share=config.replica_share,
+            flush=config.flush,
+            num_nodes=2 if self._is_pooled else 1,
+            quota_bytes={tenant: quota for tenant, quota in config.quota_bytes.items()},
+        )
+        costs = config.costs or nominal_costs(config.block_bytes)
+        self.decisions = DecisionLog(max_calls=config.log_calls)
+        policy = (
+            LoggedStore(settings, costs, self.decisions)
+            if config.log_calls
+            else StorePolicy(settings, costs)
+        )
+        memory = NodeMemory(
+            self.arena, policy, counters, lambda key: self.state.gone(key, "memory")
+        )
+        self.state = NodeState(
+            config=config,
+            incarnation=incarnation,
+            policy=policy,
+            memory=memory,
+            ssd=ssd,
+            directory=Directory(),
+            owner_rule=OWNERS[config.owner_rule](),
+            counters=counters,
+            weights={config.node: 1.0},
+            on_change=lambda added, removed: self._on_change(added, removed),
+        )
+        self._on_change: OnChange = lambda added, removed: None
+        self._recover()
+        self._holders = itertools.count(1)
+        self._executor = ThreadPoolExecutor(8, thread_name_prefix="store-fetch")
+        self._cleanup.callback(self._executor.shutdown)
+        self._flusher = Background(
+            "store-flush", Flusher(self.state).write, most_jobs=MOST_BLOCKS, on_error=self._failed
+        )
+        self._sender: Background[RegionToSend] | None = None
+        self._loader = Loader(self.state, self._executor, None, self._queue_flush)
+        self._writer = Writer(self.state, self._queue_flush, self._queue_send)
+        self._is_closing = threading.Event()
+        self._housekeeper = threading.Thread(
+            target=self._keep_house, name="store-house", daemon=True
+        )
+        self._housekeeper.start()
+
+    @property
+    def _is_pooled(self) -> bool:
+        return self.config.is_pooled
+
+    def _close_arena(self) -> None:
+        self.arena.close(is_removed=not self.config.is_arena_kept)
+
+    def _recover(self) -> None:
+        state = self.state
+        now = state.now()
+        with state.lock:
+            rooms = state.memory.recover(now=now) if self.arena.is_adopted else []
+            state.counters.add("blocks_recovered_in_memory", len(rooms))
+            for is_owned in (True, False):
+                infos = [room.info for room in rooms if room.is_owned == is_owned]
+                state.hold(infos, "memory", is_owned=is_owned)
+            if state.ssd is None:
+                return
+            entries = sorted(state.ssd.entries(), key=lambda info: (info.depth, info.key))
+            kept = state.policy.recover([self._on_ssd(i) for i in entries], "ssd", now=now)
+            state.counters.add("blocks_recovered_on_ssd", kept)
+            state.hold(entries[:kept], "ssd", is_owned=True)
+            if kept < len(entries):
+                state.ssd.remove([info.key for info in entries[kept:]])
+
+    def _on_ssd(self, info: BlockInfo) -> NewBlock:
+        return NewBlock(
+            key=info.key,
+            parent=info.parent or None,
+            depth=info.depth,
+            size_bytes=self.config.block_bytes,
+            tenant=info.tenant or None,
+        )
+
+    # --- the pool --------------------------------------------------------------------------
+
+    def join(self, fetch: FetchMany, send: SendRegion, on_change: OnChange) -> None:
+        """Become part of a pool.
+
+        Args:
+            fetch: Brings blocks from other nodes.
+            send: Sends a region to its owner.
+            on_change: Announces copies held and given up.
+        """
+        self._loader = Loader(self.state, self._executor, fetch, self._queue_flush)
+        sender = OwnerSender(self.state, send, self._queue_flush)
+        self._sender = Background("store-send", sender.work, most_jobs=8, on_error=self._failed)
+        self._on_change = on_change
+
+    def _queue_flush(self, keys: Sequence[bytes]) -> None:
+        self._flusher.add(keys)
+
+    def _queue_send(self, owner: str, rooms: Sequence[Room]) -> None:
+        assert self._sender is not None, "a region belongs to another node, but there is no pool"
+        self._sender.add([RegionToSend(owner, tuple(rooms))])
+
+    def _failed(self, error: BaseException) -> None:
+        self.state.counters.add("background_errors")
+        _log.error("background work failed", error=type(error).__name__, detail=str(error)[:200])
+
+    # --- verbs -----------------------------------------------------------------------------
+
+    def new_holder(self) -> Holder:
+        """A number for a new reader or writer, whose leases and reservations end together."""
+        return next(self._holders)
+
+    def lookup(self, keys: Sequence[bytes]) -> int:
+        """How many leading blocks the pool holds."""
+        with self.state.lock:
+            return self.state.leading(keys)
+
+    def load(
+        self, keys: Sequence[bytes], *, holder: Holder, deadline: Deadline, category: int = 0
+    ) -> Offer:
+        """Hold the valid leading blocks for a reader; never raises for what is missing."""
+        return self._loader.load(keys, holder=holder, deadline=deadline, category=category)
+
+    def release(self, lease_id: int, holder: Holder) -> bool:
+        """The reader is done; False if the lease had ended before."""
+        with self.state.lock:
+            is_known = self.state.leases.close(lease_id, holder)
+            self.state.tell()
+            return is_known
+
+    def reserve(
+        self,
+        keys: Sequence[bytes],
+        lengths: Sequence[int],
+        *,
+        first: int,
+        tenant: bytes,
+        holder: Holder,
+        is_durable: bool = False,
+    ) -> Reservation:
+        """Room for the new end of a chain; durable blocks are owned by the node that writes."""
+        return self._writer.reserve(
+            keys, lengths, first=first, tenant=tenant, holder=holder, is_here=is_durable
+        )
+
+    def commit(
+        self,
+        reservation_id: int,
+        checksums: Sequence[int],
+        *,
+        holder: Holder,
+        deadline: Deadline,
+        is_durable: bool = False,
+    ) -> int:
+        """Written blocks become visible; how many leading ones are stored (durably, if asked)."""
+        rooms = self._writer.commit(reservation_id, checksums, holder)
+        if not is_durable or not rooms:
+            return len(rooms)
+        keys = [room.info.key for room in rooms]
+        self._flusher.wait_for(self._flusher.add(keys), deadline)
+        with self.state.lock:
+            durable = [self.state.policy.on_ssd(key) for key in keys]
+        return durable.index(False) if False in durable else len(durable)
+
+    def abort(self, reservation_id: int, holder: Holder) -> None:
+        """Nothing will be written to that room."""
+        self._writer.abort(reservation_id, holder)
+
+    def leave(self, holder: Holder) -> None:
+        """A reader or writer went away: its leases and reservations end."""
+        with self.state.lock:
+            self.state.counters.add("leases_left_behind", self.state.leases.close_all(holder))
+            self.state.counters.add("reservations_left_behind", self._writer.abort_all(holder))
+
+    def receive(self, infos: Sequence[BlockInfo], *, is_owned: bool, holder: Holder) -> Reservation:
+        """Room for a region that another node sends."""
+        return self._writer.receive(infos, is_owned=is_owned, holder=holder)
+
+    def flush(self, deadline: Deadline) -> bool:
+        """Wait until what was stored up to now is sent to its owners and on SSD."""
+        if self._sender is not None and not self._sender.wait_for(self._sender.num_added, deadline):
+            return False
+        return self._flusher.wait_for(self._flusher.num_added, deadline)
+
+    def gauges(self) -> Mapping[str, float]:
+        """What is held at this moment."""
+        state = self.state
+        with state.lock:
+            return {
+                "memory_bytes": state.policy.settings.memory_bytes,
+                "memory_used_bytes": state.policy.memory_used_bytes,
+                "memory_blocks": len(state.memory),
+                "free_slots": state.memory.num_free_slots,
+                "slots": self.arena.num_slots,
+                "ssd_bytes": self.config.ssd_bytes,
+                "ssd_used_bytes": 0 if state.ssd is None else state.ssd.used_bytes,
+                "directory_blocks": len(state.directory),
+                "pinned_blocks": len(state.leases),
+                "leases": state.leases.num_leases,
+                "reservations": self._writer.num_open,
+                "flushes_waiting": self._flusher.num_waiting,
+                "sends_waiting": 0 if self._sender is None else self._sender.num_waiting,
+                "live_nodes": len(state.weights),
+            }
+
+    def close(self, deadline: Deadline | None = None) -> None:
+        """Write what waits for SSD, within the deadline (10 s), and let go of everything."""
+        deadline = deadline or Deadline.after(10.0)
+        self._is_closing.set()
+        self._housekeeper.join(max(0.1, deadline.left_s()))
+        if self._sender is not None:
+            self._sender.stop(deadline)
+        self._flusher.stop(deadline)
+        self._cleanup.close()
+
+    def _keep_house(self) -> None:
+        due = COMPACTION_S
+        while not self._is_closing.wait(HOUSEKEEPING_S):
+            try:
+                self._writer.expire()
+                if self.state.ssd is not None and self.state.now() >= due:
+                    self.state.ssd.compact(Deadline.after(COMPACTION_S))
+                    due = self.state.now() + COMPACTION_S
+            except Exception as error:
+                self._failed(error)
+
+
+def _passing_slots(num_slots: int) -> int:
+    """Slots for blocks that serve one load only."""
+    return min(num_slots // 16, 256)
+
+
+def _lock_folder(folder: Path) -> int:
+    try:
+        folder.mkdir(parents=True, exist_ok=True)
+        file = os.open(folder / "lock", os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o600)
+    except OSError as error:
+        raise StoreSetupError(
+            f"{folder}: {error.strerror}: a store needs a folder it may write to"
+        ) from error
+    try:
+        fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
+    except OSError as error:
+        os.close(file)
+        raise StoreSetupError(
+            f"{folder}: another process serves this store; connect to it, or use another folder"
+        ) from error
+    return file
+
+
+@contextlib.contextmanager
+def opened(config: StoreConfig) -> Iterator[StoreNode]:
+    """A node for the length of a block."""
+    node = StoreNode(config)
+    try:
+        yield node
+    finally:
+        node.close()

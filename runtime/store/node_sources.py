@@ -1,0 +1,106 @@
+"""Where each block of a load is to come from."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Literal
+
+from policies.prefix.load_plan import plan_load
+from runtime.store.blocks import BlockInfo
+from runtime.store.node_memory import Room
+from runtime.store.node_state import NodeState
+
+Place = Literal["memory", "coming", "ssd", "remote"]
+
+
+@dataclass(frozen=True, slots=True)
+class Source:
+    """Where one block comes from.
+
+    Attributes:
+        info: The block; of blocks elsewhere only what the directory knows (no checksum).
+        place: ``coming``: another load is bringing it into memory.
+        node: For ``remote``: from whom.
+        room: For ``memory``: where.
+    """
+
+    info: BlockInfo
+    place: Place
+    node: str = ""
+    room: Room | None = None
+
+
+def choose_sources(state: NodeState, keys: Sequence[bytes]) -> list[Source]:
+    """Sources of the leading blocks that are worth loading; under the node's lock.
+
+    Args:
+        state: Of the node.
+        keys: The whole chain.
+
+    Returns:
+        One source per block, root first; blocks behind them are not stored, or cheaper computed.
+    """
+    wanted = state.leading(keys)
+    if state.config.costs is not None and wanted:
+        plan = plan_load(
+            keys,
+            state.directory,
+            local=state.config.node,
+            costs=state.config.costs,
+            live=state.weights,
+        )
+        if plan.wanted < wanted:
+            state.counters.add("blocks_left_to_compute", wanted - plan.wanted)
+        wanted = min(wanted, plan.wanted)
+    sources: list[Source] = []
+    for depth in range(wanted):
+        source = _source(state, keys, depth)
+        if source is None:
+            break
+        sources.append(source)
+    return sources
+
+
+def _source(state: NodeState, keys: Sequence[bytes], depth: int) -> Source | None:
+    key = keys[depth]
+    room = state.memory.get(key)
+    if room is not None:
+        return Source(room.info, "memory", room=room)
+    if state.policy.is_reserved(key):
+        return Source(_unknown(key, keys, depth), "coming")
+    here = state.config.node
+    copies = [c for c in state.directory.copies(key) if c.node in state.weights]
+    best = next((c for c in copies if c.node == here and c.tier == "ssd"), None)
+    fast = next((c for c in copies if c.node != here and c.tier == "memory"), None)
+    if fast is not None and (best is None or _is_network_faster(state)):
+        best = fast
+    if best is None:
+        best = next((c for c in copies if c.node != here), None)
+    if best is None:
+        return None
+    held = state.directory.held_at(key, best.node, best.tier)
+    if held is None or held.length > state.memory.arena.slot_bytes:
+        return None
+    info = BlockInfo(
+        key=key,
+        parent=keys[depth - 1] if depth else b"",
+        region=held.region if isinstance(held.region, bytes) else key,
+        index=held.index,
+        depth=depth,
+        length=held.length,
+        crc=0,
+    )
+    if best.node == here:
+        return Source(info, "ssd")
+    return Source(info, "remote", node=best.node)
+
+
+def _unknown(key: bytes, keys: Sequence[bytes], depth: int) -> BlockInfo:
+    parent = keys[depth - 1] if depth else b""
+    return BlockInfo(key=key, parent=parent, region=key, index=0, depth=depth, length=0, crc=0)
+
+
+def _is_network_faster(state: NodeState) -> bool:
+    costs = state.policy.costs
+    return costs.remote.bytes_per_s > costs.ssd.bytes_per_s

@@ -1,0 +1,67 @@
+"""Room in the store for blocks that are about to be written."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from contextlib import suppress
+
+from runtime.store.blocks import checksum
+from runtime.store.deadline import Deadline
+from runtime.store.errors import StoreError
+from runtime.store.link import Reserved, StoreLink
+
+
+class PutRoom:
+    """Slots for the leading new blocks of a chain.
+
+    Attributes:
+        start: Position in the chain of the first block with room.
+        buffers: Writable bytes of each block, in the store's own memory.
+        reason: Why not all blocks have room; see ``Put``.
+        is_unavailable: Whether the store could not be reached.
+    """
+
+    def __init__(
+        self,
+        link: StoreLink,
+        found: Reserved,
+        sizes: Sequence[int],
+        is_durable: bool,
+        *,
+        is_unavailable: bool,
+    ) -> None:
+        """See ``PrefixStore.reserve``."""
+        self._link, self._id = link, found.reservation_id
+        self._is_durable = is_durable
+        self.start, self.reason = found.start, found.reason
+        self.is_unavailable = is_unavailable
+        self.buffers: Sequence[memoryview] = [
+            link.arena.slot(slot, size) for slot, size in zip(found.slots, sizes, strict=False)
+        ]
+
+    def commit(self, checksums: Sequence[int] | None = None, *, deadline_s: float = 1.0) -> int:
+        """The leading blocks are written; how many are stored (durably, if asked for).
+
+        Args:
+            checksums: CRC32C of each block that was written; None: of all, computed here.
+            deadline_s: Seconds to wait.
+        """
+        if not self._id:
+            return 0
+        if checksums is None:
+            checksums = [checksum(buffer) for buffer in self.buffers]
+        reservation_id, self._id = self._id, 0
+        try:
+            return self._link.commit(
+                reservation_id, checksums, self._is_durable, Deadline.after(deadline_s)
+            )
+        except StoreError:
+            self.is_unavailable = True
+            return 0
+
+    def close(self) -> None:
+        """Give back what was not committed."""
+        reservation_id, self._id = self._id, 0
+        if reservation_id:
+            with suppress(StoreError):  # a server that is gone keeps no reservation
+                self._link.abort(reservation_id)

@@ -1,0 +1,214 @@
+"""The way to the server of this node: a unix socket for messages, shared memory for blocks."""
+
+from __future__ import annotations
+
+import json
+import os
+import socket
+import threading
+import time
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any, TypeVar
+
+from runtime.store import messages
+from runtime.store.arena import SharedArena
+from runtime.store.deadline import Deadline
+from runtime.store.errors import StoreError, StoreUnavailableError
+from runtime.store.link import Offered, Reserved, SlotOfBlock
+from runtime.store.wire import close_socket, recv_frame, send_frame
+
+CONNECT_S = 2.0
+RETRY_S = 1.0
+MOST_BYTES = 64 << 20
+MOST_IDLE = 8
+_Answer = TypeVar("_Answer")
+
+
+class SocketLink:
+    """Connections of one client to the server of its node. Thread-safe.
+
+    When the server goes away every call raises ``StoreUnavailableError`` at once; a new connection
+    is tried at most once a second.
+    """
+
+    def __init__(self, path: str | os.PathLike[str]) -> None:
+        """Connect.
+
+        Raises:
+            StoreUnavailableError: If no server answers there.
+        """
+        self.path = Path(path)
+        self._session = os.urandom(16)
+        self._lock = threading.Lock()
+        self._idle: list[socket.socket] = []
+        self._open: set[socket.socket] = set()
+        self._arena: SharedArena | None = None
+        self._server = 0
+        self._presence_server = 0
+        self._presence: socket.socket | None = None  # never idle: while it lives, leases do
+        self._retry_at_s = 0.0
+        self._is_closed = False
+        self._give_back(self._connect(Deadline.after(CONNECT_S)))
+
+    @property
+    def arena(self) -> SharedArena:
+        """The shared memory of the server that was connected last."""
+        assert self._arena is not None
+        return self._arena
+
+    # --- verbs -----------------------------------------------------------------------------
+
+    def lookup(self, keys: Sequence[bytes], deadline: Deadline) -> int:
+        """See ``StoreLink``."""
+        request = messages.Lookup(messages.joined(keys))
+        return self._ask(request, messages.Count, deadline).count
+
+    def load(self, keys: Sequence[bytes], deadline: Deadline, category: int) -> Offered:
+        """See ``StoreLink``."""
+        request = messages.Load(messages.joined(keys), deadline.left_s(), category)
+        offer = self._ask(request, messages.Offer, deadline)
+        return Offered(offer.lease_id, [SlotOfBlock(*block) for block in offer.blocks])
+
+    def release(self, lease_id: int) -> None:
+        """See ``StoreLink``."""
+        self._tell(messages.Release(lease_id))
+
+    def reserve(
+        self,
+        keys: Sequence[bytes],
+        lengths: Sequence[int],
+        first: int,
+        tenant: bytes,
+        is_durable: bool,
+        deadline: Deadline,
+    ) -> Reserved:
+        """See ``StoreLink``."""
+        request = messages.Reserve(messages.joined(keys), list(lengths), first, tenant, is_durable)
+        room = self._ask(request, messages.Room, deadline)
+        return Reserved(room.reservation_id, room.start, room.slots, room.reason)
+
+    def commit(
+        self, reservation_id: int, checksums: Sequence[int], is_durable: bool, deadline: Deadline
+    ) -> int:
+        """See ``StoreLink``."""
+        request = messages.Commit(reservation_id, list(checksums), is_durable, deadline.left_s())
+        return self._ask(request, messages.Count, deadline).count
+
+    def abort(self, reservation_id: int) -> None:
+        """See ``StoreLink``."""
+        self._tell(messages.Abort(reservation_id))
+
+    def flush(self, deadline: Deadline) -> bool:
+        """See ``StoreLink``."""
+        return bool(self._ask(messages.Flush(deadline.left_s()), messages.Count, deadline).count)
+
+    def stats(self, deadline: Deadline) -> Mapping[str, Any]:
+        """See ``StoreLink``."""
+        stats: dict[str, Any] = json.loads(
+            self._ask(messages.Stats(), messages.Text, deadline).text
+        )
+        return stats
+
+    def close(self) -> None:
+        """Close all connections: leases and reservations end."""
+        with self._lock:
+            self._is_closed = True
+            sockets, self._open, self._idle = self._open, set(), []
+            if self._presence is not None:
+                sockets.add(self._presence)
+        for sock in sockets:
+            close_socket(sock)
+        if self._arena is not None:
+            self._arena.close()
+
+    # --- connections -----------------------------------------------------------------------
+
+    def _ask(self, request: Any, kind: type[_Answer], deadline: Deadline) -> _Answer:
+        with self._connection(deadline) as sock:
+            send_frame(sock, request, deadline, max_bytes=MOST_BYTES)
+            reply = recv_frame(sock, messages.Reply, deadline, MOST_BYTES)
+        if isinstance(reply, kind):
+            return reply
+        reason = reply.reason if isinstance(reply, messages.Failed) else type(reply).__name__
+        raise StoreUnavailableError(f"the server answered: {reason}")
+
+    def _tell(self, message: Any) -> None:
+        deadline = Deadline.after(CONNECT_S)
+        with self._connection(deadline) as sock:
+            send_frame(sock, message, deadline)
+
+    @contextmanager
+    def _connection(self, deadline: Deadline) -> Iterator[socket.socket]:
+        """A connection that nobody else uses; closed after an error, for it is out of step."""
+        with self._lock:
+            if self._is_closed:
+                raise StoreUnavailableError("the store is closed")
+            sock = self._idle.pop() if self._idle else None
+        if sock is None:
+            sock = self._connect(deadline.earlier(CONNECT_S))
+        try:
+            yield sock
+        except BaseException:
+            self._drop(sock)
+            raise
+        self._give_back(sock)
+
+    def _give_back(self, sock: socket.socket) -> None:
+        with self._lock:
+            if not self._is_closed and sock in self._open and len(self._idle) < MOST_IDLE:
+                self._idle.append(sock)
+                return
+        self._drop(sock)
+
+    def _drop(self, sock: socket.socket) -> None:
+        with self._lock:
+            self._open.discard(sock)
+        close_socket(sock)
+
+    def _connect(self, deadline: Deadline) -> socket.socket:
+        sock = self._open_socket(deadline)
+        with self._lock:
+            lost = None
+            if self._presence is None or self._presence_server != self._server:
+                lost, self._presence = self._presence, sock
+                self._presence_server = self._server
+            else:
+                self._open.add(sock)
+                return sock
+        if lost is not None:
+            close_socket(lost)
+        return self._connect(deadline)
+
+    def _open_socket(self, deadline: Deadline) -> socket.socket:
+        if time.monotonic() < self._retry_at_s:
+            raise StoreUnavailableError(f"{self.path}: the server is gone")
+        sock = socket.socket(socket.AF_UNIX, socket.SOCK_STREAM)
+        try:
+            sock.settimeout(deadline.require("connecting"))
+            sock.connect(os.fspath(self.path))
+            hello = messages.Hello(messages.VERSION, self._session)
+            send_frame(sock, hello, deadline)
+            reply = recv_frame(sock, messages.Reply, deadline)
+            if not isinstance(reply, messages.Welcome):
+                reason = reply.reason if isinstance(reply, messages.Failed) else "no welcome"
+                raise StoreUnavailableError(f"{self.path}: {reason}")
+            self._greet(reply)
+        except (OSError, StoreError) as error:
+            close_socket(sock)
+            self._retry_at_s = time.monotonic() + RETRY_S
+            if isinstance(error, StoreUnavailableError):
+                raise
+            detail = error.strerror if isinstance(error, OSError) else error
+            raise StoreUnavailableError(f"{self.path}: no store answers: {detail}") from error
+        return sock
+
+    def _greet(self, welcome: messages.Welcome) -> None:
+        """Map the server's memory; a server that started again may have another."""
+        with self._lock:
+            if welcome.server == self._server:
+                return
+            # The old mapping stays alive as long as views into it do.
+            self._arena = SharedArena(Path(welcome.arena), is_writable=True)
+            self._server = welcome.server

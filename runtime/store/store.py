@@ -1,0 +1,315 @@
+"""The store as a program sees it: the same verbs in library mode and behind a server.
+
+No verb raises because something is missing, late or gone: a load answers how many leading blocks
+are valid, a put how many are stored. Only wrong arguments raise.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass
+from pathlib import Path
+from types import TracebackType
+from typing import Any
+
+from policies.prefix.keys import Namespace
+from runtime.store.blocks import KEY_BYTES, checksum
+from runtime.store.config import DEFAULT_BLOCK_BYTES, StoreConfig
+from runtime.store.counters import Counters
+from runtime.store.deadline import Deadline
+from runtime.store.errors import DeadlineError, StoreSetupError, StoreUnavailableError
+from runtime.store.found import Found
+from runtime.store.link import Offered, Reserved, StoreLink
+from runtime.store.local_link import LocalLink
+from runtime.store.node import StoreNode
+from runtime.store.room import PutRoom
+from runtime.store.session import StoreSession
+from runtime.store.sizes import size_bytes
+from runtime.store.socket_link import SocketLink
+
+DEADLINE_S = 1.0
+Buffer = bytes | bytearray | memoryview
+_Gone = (StoreUnavailableError, DeadlineError)
+
+
+@dataclass(frozen=True, slots=True)
+class Put:
+    """What became of a put.
+
+    Attributes:
+        stored: Blocks of this put that are stored now: the leading ones that were new.
+        reason: Why not all: ``""`` (all are), ``exists``, ``busy`` (another writes the same),
+            ``full``, ``quota``, ``orphan`` (blocks before them are not stored), ``size`` (larger
+            than the store's blocks), ``late`` or ``unavailable``.
+    """
+
+    stored: int
+    reason: str
+
+
+class PrefixStore:
+    """Blocks of prefixes by content key. Thread-safe."""
+
+    def __init__(self, link: StoreLink) -> None:
+        """See ``open_store`` and ``connect``."""
+        self._link = link
+        self.counters = Counters()
+
+    # --- reading ---------------------------------------------------------------------------
+
+    def lookup(self, keys: Sequence[bytes], *, deadline_s: float = DEADLINE_S) -> int:
+        """How many leading blocks the pool holds; a load may still find fewer.
+
+        Args:
+            keys: The chain, root first.
+            deadline_s: Seconds after which the answer is 0.
+        """
+        try:
+            return self._link.lookup(_checked(keys), Deadline.after(deadline_s))
+        except _Gone as error:
+            self._note(error)
+            return 0
+
+    def load(
+        self, keys: Sequence[bytes], *, deadline_s: float = DEADLINE_S, category: int = 0
+    ) -> Found:
+        """The valid leading blocks, in place, until the result is closed.
+
+        Args:
+            keys: The chain, root first.
+            deadline_s: Seconds for all of it; what is not there by then is a miss.
+            category: Kind of request, where known; helps the eviction policy.
+        """
+        try:
+            offer = self._link.load(_checked(keys), Deadline.after(deadline_s), category)
+        except _Gone as error:
+            self._note(error)
+            offer = Offered(0, ())
+        return Found(self._link, offer)
+
+    def load_into(
+        self,
+        keys: Sequence[bytes],
+        destinations: Sequence[Buffer],
+        *,
+        deadline_s: float = DEADLINE_S,
+        category: int = 0,
+    ) -> int:
+        """Copy the valid leading blocks; how many there are.
+
+        Args:
+            keys: The chain, root first.
+            destinations: Writable buffers, one per key, each at least as long as its block.
+            deadline_s: Seconds for all of it.
+            category: Kind of request, where known.
+
+        Raises:
+            ValueError: If there are not as many buffers as keys, or one is too short.
+        """
+        if len(destinations) != len(keys):
+            raise ValueError(f"{len(keys)} keys but {len(destinations)} destinations")
+        with self.load(keys, deadline_s=deadline_s, category=category) as found:
+            return found.copy_into(destinations)
+
+    # --- writing ---------------------------------------------------------------------------
+
+    def put(
+        self,
+        keys: Sequence[bytes],
+        blocks: Sequence[Buffer],
+        *,
+        first: int = 0,
+        tenant: bytes = b"",
+        durable: bool = False,
+        deadline_s: float = DEADLINE_S,
+    ) -> Put:
+        """Store the blocks that are new; leading ones first, never with a hole.
+
+        Args:
+            keys: The whole chain, root first.
+            blocks: Contiguous buffers of ``keys[first:]``.
+            first: Position of the first block given; those before it have to be stored.
+            tenant: Tag of the tenant (``policies.prefix.keys.tenant_tag``).
+            durable: Whether to return only when the blocks are on SSD.
+            deadline_s: Seconds for all of it.
+
+        Raises:
+            ValueError: If the numbers of keys and blocks do not fit.
+        """
+        views = [memoryview(block).cast("B") for block in blocks]
+        sizes = [view.nbytes for view in views]
+        deadline = Deadline.after(deadline_s)
+        with self.reserve(
+            keys, sizes, first=first, tenant=tenant, durable=durable, deadline_s=deadline_s
+        ) as room:
+            sums = []
+            for buffer, view in zip(room.buffers, views[room.start - first :], strict=False):
+                if deadline.is_over:
+                    break
+                buffer[:] = view
+                sums.append(checksum(view))
+            stored = room.commit(sums, deadline_s=deadline.left_s())
+        reason = room.reason
+        if stored < len(room.buffers):
+            reason = "unavailable" if room.is_unavailable else "late"
+        return Put(stored, reason)
+
+    @contextmanager
+    def reserve(
+        self,
+        keys: Sequence[bytes],
+        sizes: Sequence[int],
+        *,
+        first: int = 0,
+        tenant: bytes = b"",
+        durable: bool = False,
+        deadline_s: float = DEADLINE_S,
+    ) -> Iterator[PutRoom]:
+        """Room in the store to write new blocks into without a copy.
+
+        What is not committed when the context ends is given back.
+
+        Args:
+            keys: The whole chain, root first.
+            sizes: Bytes of the blocks of ``keys[first:]``.
+            first, tenant, durable, deadline_s: As for ``put``.
+
+        Raises:
+            ValueError: If the numbers of keys and sizes do not fit.
+        """
+        if first < 0 or first + len(sizes) != len(keys):
+            raise ValueError(
+                f"{len(keys)} keys from {first} on need {max(0, len(keys) - first)} blocks, "
+                f"found {len(sizes)}"
+            )
+        if any(size <= 0 for size in sizes):
+            raise ValueError("a block must have at least one byte")
+        is_unavailable = False
+        try:
+            found = self._link.reserve(
+                _checked(keys), sizes, first, tenant, durable, Deadline.after(deadline_s)
+            )
+        except _Gone as error:
+            self._note(error)
+            is_unavailable = True
+            found = Reserved(0, first, (), "unavailable")
+        room = PutRoom(
+            self._link, found, sizes[found.start - first :], durable, is_unavailable=is_unavailable
+        )
+        try:
+            yield room
+        finally:
+            room.close()
+
+    # --- the rest --------------------------------------------------------------------------
+
+    def session(self, namespace: Namespace, salt: str = "") -> StoreSession:
+        """The store for one model's blocks and one tenant, by token ids."""
+        return StoreSession(self, namespace, salt)
+
+    def flush(self, *, deadline_s: float = 10.0) -> bool:
+        """Wait until what is stored has reached its owners and the SSD; False if time ran out."""
+        try:
+            return self._link.flush(Deadline.after(deadline_s))
+        except _Gone as error:
+            self._note(error)
+            return False
+
+    def stats(self, *, deadline_s: float = DEADLINE_S) -> Mapping[str, Any]:
+        """Gauges and counters of the node, and of this client; empty if the node is gone."""
+        try:
+            stats = dict(self._link.stats(Deadline.after(deadline_s)))
+        except _Gone as error:
+            self._note(error)
+            stats = {}
+        stats["client"] = dict(self.counters.all())
+        return stats
+
+    @property
+    def block_bytes(self) -> int:
+        """Most bytes of a block."""
+        return self._link.arena.slot_bytes
+
+    def close(self) -> None:
+        """End all leases; in library mode write what waits for SSD and close the store."""
+        self._link.close()
+
+    def __enter__(self) -> PrefixStore:
+        return self
+
+    def __exit__(
+        self,
+        kind: type[BaseException] | None,
+        error: BaseException | None,
+        trace: TracebackType | None,
+    ) -> None:
+        self.close()
+
+    def _note(self, error: Exception) -> None:
+        self.counters.add("late" if isinstance(error, DeadlineError) else "unavailable")
+
+
+def open_store(
+    directory: str | Path,
+    *,
+    dram: str | int = "8GiB",
+    ssd: str | int = 0,
+    block_bytes: str | int = DEFAULT_BLOCK_BYTES,
+    **settings: Any,
+) -> PrefixStore:
+    """A store in this process: a folder and two sizes, nothing else to start.
+
+    Args:
+        directory: Home of the store; made if absent. One process at a time uses it.
+        dram: Shared memory for blocks.
+        ssd: Room for blocks on the folder's disk; 0: none.
+        block_bytes: Most bytes of a block.
+        settings: Further fields of ``StoreConfig``.
+
+    Raises:
+        StoreSetupError: If a size is none, or the folder, memory or disk cannot be used.
+    """
+    config = store_config(directory, dram=dram, ssd=ssd, block_bytes=block_bytes, **settings)
+    return PrefixStore(LocalLink(StoreNode(config), is_owner=True))
+
+
+def connect(socket_path: str | Path) -> PrefixStore:
+    """The store that ``runtime store serve`` serves on this node.
+
+    Raises:
+        StoreUnavailableError: If no server answers there.
+    """
+    return PrefixStore(SocketLink(socket_path))
+
+
+def store_config(
+    directory: str | Path,
+    *,
+    dram: str | int,
+    ssd: str | int,
+    block_bytes: str | int,
+    **settings: Any,
+) -> StoreConfig:
+    """The configuration for sizes as people write them.
+
+    Raises:
+        StoreSetupError: If a size is none, or a setting is unknown or out of range.
+    """
+    try:
+        return StoreConfig(
+            folder=Path(directory),
+            dram_bytes=size_bytes(dram, "dram"),
+            ssd_bytes=size_bytes(ssd, "ssd"),
+            block_bytes=size_bytes(block_bytes, "block_bytes"),
+            **settings,
+        )
+    except TypeError as error:
+        raise StoreSetupError(str(error).replace("StoreConfig.__init__()", "store")) from error
+
+
+def _checked(keys: Sequence[bytes]) -> Sequence[bytes]:
+    for key in keys:
+        if len(key) != KEY_BYTES:
+            raise ValueError(f"every key must have {KEY_BYTES} bytes, found one of {len(key)}")
+    return keys
