@@ -123,10 +123,10 @@ def plan_load(
     best_s, chosen = math.inf, list[Way]()
     for candidates in _narrowings(ways):
         schedule = _Schedule(costs, queue_s)
-        cut, cut_s = 0, schedule.seconds() + rest_s[0]
+        cut, cut_s = 0, schedule.seconds + rest_s[0]
         for i, block_ways in enumerate(candidates):
             schedule.add(block_ways)
-            total_s = schedule.seconds() + rest_s[i + 1]
+            total_s = schedule.seconds + rest_s[i + 1]
             if total_s <= cut_s:
                 cut, cut_s = i + 1, total_s
         found = schedule.chosen[:cut]
@@ -140,47 +140,63 @@ def plan_load(
 
 
 class _Schedule:
-    """Blocks given to places one after the other, each where the load then ends first."""
+    """Blocks given to places one after the other, each where the load then ends first.
+
+    Sums up `PrefixCosts.load_s` block by block: a request pays its fixed seconds with its first
+    block, and every block pays for its bytes.
+    """
 
     def __init__(self, costs: PrefixCosts, queue_s: Mapping[str, float]) -> None:
         self.chosen: list[Way] = []
-        self._costs, self._queue_s = costs, queue_s
-        self._total_bytes = self._ssd_bytes = 0
-        self._asked: dict[str, tuple[int, int]] = {}
-        self._last_s = 0.0
-
-    def seconds(self) -> float:
-        return self._costs.load_s(self._total_bytes, self._ssd_bytes, (self._last_s,))
+        self.seconds = costs.load_s(0)
+        self._queue_s = queue_s
+        self._remote_s, self._ssd_s = costs.remote.request_s, costs.ssd.request_s
+        self._remote_byte_s = 1.0 / costs.remote.bytes_per_s
+        self._ssd_byte_s = 1.0 / costs.ssd.bytes_per_s
+        self._local_byte_s, self._local_s = 1.0 / costs.local.bytes_per_s, costs.local.request_s
+        self._last_s = self._own_ssd_s = 0.0
+        # By node asked: when its request ends, and whether it has to read its SSD.
+        self._asked: dict[str, tuple[float, bool]] = {}
 
     def add(self, ways: tuple[Way, ...]) -> None:
         way = ways[0] if len(ways) == 1 else min(ways, key=self._ends)
-        _, source, held = way
+        if not self.chosen:
+            self.seconds += self._local_s
         self.chosen.append(way)
-        self._total_bytes += held.length
+        source = way.source
+        self.seconds += way.held.length * self._local_byte_s
         if source == "ssd":
-            self._ssd_bytes += held.length
+            read_s = self._read_s(way)
+            self.seconds += read_s - self._own_ssd_s
+            self._own_ssd_s = read_s
         elif source in _REMOTE:
-            self._last_s = max(self._last_s, self._request_s(way))
-            self._asked[way.node] = self._with(way)
+            end_s = self._request_s(way)
+            before = self._asked.get(way.node)
+            self._asked[way.node] = end_s, source == "remote_ssd" or bool(before and before[1])
+            if end_s > self._last_s:
+                self.seconds += end_s - self._last_s
+                self._last_s = end_s
 
     def _ends(self, way: Way) -> tuple[float, float]:
         """When all blocks are in memory, and when this one is."""
         if way.source == "ssd":
-            read_s = self._costs.ssd.seconds(self._ssd_bytes + way.held.length)
+            read_s = self._read_s(way)
             return self._last_s + read_s, read_s
-        request_s = self._request_s(way)
-        own_s = self._costs.ssd.seconds(self._ssd_bytes)
-        return max(self._last_s, request_s) + own_s, request_s
+        end_s = self._request_s(way)
+        return max(self._last_s, end_s) + self._own_ssd_s, end_s
 
-    def _with(self, way: Way) -> tuple[int, int]:
-        """Bytes of the request to that node with this block in it: of its memory, of its SSD."""
-        memory, ssd = self._asked.get(way.node, (0, 0))
-        if way.source == "remote_ssd":
-            return memory, ssd + way.held.length
-        return memory + way.held.length, ssd
+    def _read_s(self, way: Way) -> float:
+        """When the own SSD is read, with this block."""
+        return (self._own_ssd_s or self._ssd_s) + way.held.length * self._ssd_byte_s
 
     def _request_s(self, way: Way) -> float:
-        return self._queue_s.get(way.node, 0.0) + self._costs.request_s(*self._with(way))
+        """When the request to that node ends, with this block in it."""
+        asked = self._asked.get(way.node)
+        end_s, reads_ssd = asked or (self._queue_s.get(way.node, 0.0) + self._remote_s, False)
+        end_s += way.held.length * self._remote_byte_s
+        if way.source == "remote_ssd":
+            end_s += way.held.length * self._ssd_byte_s + (0.0 if reads_ssd else self._ssd_s)
+        return end_s
 
 
 def _balanced(ways: Sequence[tuple[Way, ...]], schedule: _Schedule) -> tuple[list[Way], float]:
@@ -189,7 +205,7 @@ def _balanced(ways: Sequence[tuple[Way, ...]], schedule: _Schedule) -> tuple[lis
     for i in order:
         schedule.add(ways[i])
     by_position = dict(zip(order, schedule.chosen, strict=True))
-    return [by_position[i] for i in range(len(ways))], schedule.seconds()
+    return [by_position[i] for i in range(len(ways))], schedule.seconds
 
 
 def _narrowings(ways: list[tuple[Way, ...]]) -> Iterator[list[tuple[Way, ...]]]:
