@@ -42,7 +42,7 @@ def cache(
     model: Annotated[
         str,
         typer.Option("--model", help="Model of the catalog, or a config.json: bytes and costs."),
-    ] = "Mistral-7B",
+    ] = "Llama-3.1-8B",
     device: Annotated[str, typer.Option("--device", help="Device that computes prefills.")] = (
         "A100-80"
     ),

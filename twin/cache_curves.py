@@ -22,7 +22,7 @@ from twin.cache_workload import CacheWorkload
 from twin.environment import commit, versions
 from twin.progress import OnProgress
 
-DEFAULT_MODEL, DEFAULT_DEVICE, DEFAULT_MFU = "Mistral-7B", "A100-80", 0.5
+DEFAULT_MODEL, DEFAULT_DEVICE, DEFAULT_MFU = "Llama-3.1-8B", "A100-80", 0.5
 MEASURES = ("block_hit_share", "token_hit_share", "saved_share")
 BEST_WITHIN = 0.0005  # a share nearer than that to the largest is level with it
 
@@ -95,7 +95,7 @@ def prepare_curves(question: CacheQuestion, workload: CacheWorkload) -> Prepared
         ScenarioError: If a size or a number is out of range or the device is unknown.
         HfConfigError: If the model is unknown.
     """
-    shape, device = load_llm(question.model), find_device(question.device)
+    shape, device = load_llm(question.model), _device(question.device)
     costs = block_costs(
         shape,
         device,
@@ -116,6 +116,13 @@ def prepare_curves(question: CacheQuestion, workload: CacheWorkload) -> Prepared
         costs=costs,
         sizes=sizes,
     )
+
+
+def _device(name: str) -> Device:
+    try:
+        return find_device(name)
+    except ScenarioError as error:  # which speaks of a scenario file
+        raise ScenarioError(str(error).replace("[hardware] device", "--device")) from None
 
 
 def run_curves(

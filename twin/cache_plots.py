@@ -19,6 +19,10 @@ COLOURS = (
 )  # fmt: skip
 MARKERS = "osD^vP*Xp<>hd"
 LABEL_GAP = 0.045  # of the axes' height, between two labels
+LABEL_DISTANCE, WIDER = 1.25, 3.2  # labels stand left of the first size by that factor; room
+
+
+LABELS_IN_A_ROW = 60  # characters
 
 
 def draw_cache(summary: Summary) -> dict[str, bytes]:
@@ -49,11 +53,11 @@ def curves_figure(summary: Summary, measure: str, what: str) -> Figure:
         x=0.01, ha="left", fontsize=11,
     )  # fmt: skip
     levels, differences = figure.subplots(1, 2)
+    for axes in (levels, differences):
+        _bare(axes, summary)
     _draw_levels(levels, summary, measure)
     levels.set_ylabel(what)
     _draw_differences(differences, summary, measure)
-    for axes in (levels, differences):
-        _bare(axes, summary)
     return figure
 
 
@@ -106,10 +110,13 @@ def _label_left(
     low, high = axes.get_ylim()
     gap = LABEL_GAP * (high - low)
     names = sorted(heights, key=lambda name: heights[name])
-    for name, place in zip(names, spread([heights[name] for name in names], gap), strict=True):
+    places = spread([heights[name] for name in names], gap)
+    axes.set_ylim(min(low, places[0] - gap), max(high, places[-1] + gap))
+    axes.set_xlim(left=x / WIDER)
+    for name, place in zip(names, places, strict=True):
         axes.annotate(
-            name, (x, heights[name]), xytext=(0.2, place), textcoords=axes.get_yaxis_transform(),
-            ha="right", va="center", fontsize=8.5, color=style[name][0],
+            name, (x, heights[name]), xytext=(x / LABEL_DISTANCE, place), ha="right", va="center",
+            fontsize=8.5, color=style[name][0],
             arrowprops={"arrowstyle": "-", "color": style[name][0], "lw": 0.5, "alpha": 0.6},
         )  # fmt: skip
 
@@ -151,11 +158,13 @@ def _sizes(summary: Summary) -> list[float]:
 
 def _bare(axes: Axes, summary: Summary) -> None:
     x = _sizes(summary)
-    if len(x) > 1:
-        axes.set_xscale("log")
-    axes.set_xticks(x, [f"{value:.3g} %" for value in x])
+    axes.set_xscale("log")
+    labels = [size["asked"] for size in summary["sizes"]]
+    axes.set_xticks(x, labels)
+    if sum(map(len, labels)) > LABELS_IN_A_ROW:
+        axes.tick_params(axis="x", labelrotation=35, labelsize=8)
     axes.minorticks_off()
-    axes.set_xlabel("cache size, share of the different blocks")
+    axes.set_xlabel("cache size (log scale of its share of the different blocks)")
     axes.grid(alpha=0.25)
     for side in ("top", "right"):
         axes.spines[side].set_visible(False)

@@ -77,7 +77,8 @@ def answer_lines(summary: Summary) -> list[str]:
     """Which policy is best how often, by hits and by seconds, and how near the bound that is."""
     sizes = [size["asked"] for size in summary["sizes"]]
     lines = []
-    for measure, what in (("block_hit_share", "block hits"), ("saved_share", "saved prefill")):
+    rivals = (("block_hit_share", "block hits"), ("saved_share", "saved prefill"))
+    for measure, what in rivals if len(summary["curves"]) > 1 else ():
         wins: dict[str, list[str]] = {}
         for size, names in zip(sizes, summary["best"][measure], strict=True):
             for name in names:
@@ -112,10 +113,10 @@ def curve_tables(summary: Summary, plain: bool) -> Iterator[Table]:
 def _curve_table(
     summary: Summary, measure: str, title: str, shown: Sequence[int], plain: bool
 ) -> Table:
-    is_hits, shares = measure == "block_hit_share", summary["share_of_bound"]
+    shares = summary["share_of_bound"] if measure == "block_hit_share" else None
     best = summary["best"][measure]
     headers = [_size_header(summary["sizes"][at]) for at in shown]
-    table = new_table(title, plain, "policy", *headers, *(["of bound"] if is_hits else []))
+    table = new_table(title, plain, "policy", *headers, *(["of bound"] if shares else []))
     for name, rows in summary["curves"].items():
         cells = [
             Text(_points(rows[at][measure]) + "*", style="bold")
@@ -123,16 +124,16 @@ def _curve_table(
             else Text(_points(rows[at][measure]) + " ")
             for at in shown
         ]
-        of_bound = [percent(shares[name], 1) if shares else "-"] if is_hits else []
+        of_bound = [percent(shares[name], 1)] if shares else []
         table.add_row(name, *cells, *of_bound)
     table.add_section()
     if summary["bound"] is not None and measure != "saved_share":
         bound = [_points(summary["bound"][at][measure]) + " " for at in shown]
-        table.add_row("bound", *bound, *(["100.0 %"] if is_hits else []))
+        table.add_row("bound", *bound, *(["100.0 %"] if shares else []))
     table.add_row("unbounded", *(_points(summary["unbounded"][measure]) + " " for _ in shown))
     table.caption = Text(
         "*: best policy, or within 0.05 points of it; below each size its blocks and memory"
-        + ("; of bound: share of the bound's hits, mean over all sizes" if is_hits else "")
+        + ("; of bound: share of the bound's hits, mean over all sizes" if shares else "")
     )
     table.caption_justify = "left"
     return table

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
@@ -113,7 +112,7 @@ def traced_workload(
         source=trace.source,
         format=trace.format,
         requests=requests,
-        notes=(*trace.notes, *_left_out(trace.skipped), *notes),
+        notes=tuple(dict.fromkeys((*trace.notes, *notes))),
     )
 
 
@@ -154,10 +153,6 @@ def _block_tokens(trace: Trace) -> np.ndarray[tuple[int], np.dtype[np.int64]]:
     """[n] tokens of each prompt's blocks, were its last one full."""
     assert trace.block_offsets is not None
     return np.diff(trace.block_offsets).astype(np.int64) * trace.block_tokens
-
-
-def _left_out(skipped: Mapping[str, int]) -> tuple[str, ...]:
-    return tuple(f"left out: {number:,} rows, {rule}" for rule, number in skipped.items())
 
 
 def _require_blocks(requests: CacheRequests, source: str) -> None:
