@@ -1,0 +1,382 @@
+"""The scheduler's half: which blocks of which request to load and to save.
+
+It never waits for the store: lookups run on a thread of their own and a request whose lookup is
+late is computed. A load is ordered only for blocks that every worker's part was found of.
+"""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from concurrent.futures import Future, ThreadPoolExecutor
+from concurrent.futures import TimeoutError as FutureTimeoutError
+from dataclasses import dataclass, field
+from typing import Any
+
+from policies.prefix.keys import Namespace, block_keys, root_key, tenant_tag
+from runtime.store.kv_blocks import ABSENT
+from runtime.store.vllm_counts import Counts
+from runtime.store.vllm_guard import GuardedStore
+from runtime.store.vllm_identity import adapter_digest, extra_bytes, joined_salt
+from runtime.store.vllm_orders import ChainPart, LoadOrder, Pages, RankIdentity, SaveOrder
+from runtime.store.vllm_orders import StepOrders as Orders
+from runtime.store.vllm_settings import ConnectorSettings
+
+SHORT_WAIT_S = 0.002  # most lookups are answered sooner, and asking again costs a step
+FRESH_S = 2.0  # a lookup older than this is made again
+ADAPTER_WAIT_S = 5.0  # for the digest of an adapter that is seen for the first time
+
+ExtraKeys = Callable[[Any, int, int, int], tuple[Iterable[Any] | None, int]]
+
+
+@dataclass(slots=True, eq=False)
+class _Chain:
+    """What is known of one request's blocks.
+
+    Attributes:
+        request: Of the engine.
+        roots: By rank identity; None if its blocks cannot be named.
+        tenant: Tag of its salt.
+        keys: By rank identity: of the blocks so far.
+        media: Where the engine's walk through images and sounds stands.
+        lookup: Running or done; None: to be made.
+        lookup_at_s: When it was made.
+        ordered: Leading blocks that are stored or were ordered to be saved; None: the lookup tells.
+        sent: Keys the workers know.
+        local_tokens: Tokens the engine had itself when it last asked.
+        loading: First block and pages of a load under way.
+        may_load: False once a load or a lookup of it failed.
+        is_fresh: Whether its pages were allocated anew since the last save.
+    """
+
+    request: Any
+    roots: tuple[bytes, ...] | None
+    tenant: bytes
+    keys: list[list[bytes]]
+    media: int = 0
+    lookup: Future[int] | None = None
+    lookup_at_s: float = 0.0
+    ordered: int | None = None
+    sent: int = 0
+    local_tokens: int = 0
+    loading: tuple[int, tuple[Pages, ...]] | None = None
+    may_load: bool = True
+    is_fresh: bool = True
+
+
+@dataclass(slots=True)
+class _Pending:
+    """Orders that wait for the next step."""
+
+    loads: dict[str, int] = field(default_factory=dict)  # request -> tokens from the store
+    last_saves: list[tuple[ChainPart | None, SaveOrder]] = field(default_factory=list)
+
+
+class StoreScheduler:
+    """Follows requests, block by block.
+
+    Args:
+        settings: Of the connector.
+        store: Asked for lookups only.
+        counts: Told what happens.
+        page_tokens: Tokens of an engine block.
+        namespace: Of a rank identity and an adapter's digest.
+        extra_keys: What shapes tokens ``start..end`` of a request besides its tokens, and the next
+            media position.
+        pages_of: The engine's block ids of a request.
+        may_load: Whether this engine takes blocks from the store.
+        may_save: Whether it gives blocks to the store.
+    """
+
+    def __init__(
+        self,
+        settings: ConnectorSettings,
+        store: GuardedStore,
+        counts: Counts,
+        *,
+        page_tokens: int,
+        namespace: Callable[[RankIdentity, str], Namespace],
+        extra_keys: ExtraKeys,
+        pages_of: Callable[[str], Sequence[int]],
+        may_load: bool = True,
+        may_save: bool = True,
+    ) -> None:
+        self._settings = settings
+        self._store = store
+        self._counts = counts
+        self._pages_per_block = settings.pages_per_block(page_tokens)
+        self._page_tokens = page_tokens
+        self._block_tokens = page_tokens * self._pages_per_block
+        self._namespace = namespace
+        self._extra_keys = extra_keys
+        self._pages_of = pages_of
+        self._may_load = may_load
+        self._may_save = may_save
+        self._identities: tuple[RankIdentity, ...] = ()
+        self._chains: dict[str, _Chain] = {}
+        self._pending = _Pending()
+        self._adapters: dict[tuple[Any, ...], Future[str | None]] = {}
+        self._adapter_since_s: dict[str, float] = {}
+        self._threads = ThreadPoolExecutor(2, thread_name_prefix="ptstore-lookup")
+
+    def set_identities(self, identities: Iterable[RankIdentity]) -> None:
+        """Learn what each worker holds; before any request."""
+        self._identities = tuple(dict.fromkeys(identities))
+
+    def matched_tokens(self, request: Any, local_tokens: int) -> tuple[int | None, bool]:
+        """Tokens to load beyond the engine's own ``local_tokens``, and whether any are.
+
+        Returns:
+            (None, False) while the lookup runs.
+        """
+        chain = self._chain_of(request)
+        if chain is None:
+            return None, False
+        chain.local_tokens = local_tokens
+        self._look_up(chain)
+        # One token at least is computed, since the next one is sampled from its output.
+        most = (len(request.all_token_ids) - 1) // self._block_tokens
+        if (
+            chain.lookup is None
+            or not chain.may_load
+            or not self._may_load
+            or getattr(request, "skip_reading_prefix_cache", False)
+            or most * self._block_tokens <= local_tokens
+        ):
+            return 0, False
+        stored = self._looked_up(chain, SHORT_WAIT_S)
+        if stored is None:
+            return None, False
+        tokens = min(stored, most) * self._block_tokens - local_tokens
+        return (tokens, True) if tokens > 0 else (0, False)
+
+    def allocated(self, request: Any, external_tokens: int) -> None:
+        """Pages were allocated; that many tokens of them are to be loaded."""
+        chain = self._chains.get(request.request_id)
+        if chain is None:
+            return
+        chain.ordered, chain.is_fresh = None, True
+        if external_tokens > 0:
+            self._pending.loads[request.request_id] = external_tokens
+            self._counts.add("lookup_hit_tokens", external_tokens)
+
+    def step(self, ends: Mapping[str, int], *, is_idle: bool) -> Orders:
+        """Orders of one engine step.
+
+        Args:
+            ends: Scheduled request -> tokens whose keys and values are there after this step.
+            is_idle: Whether the step runs no forward.
+        """
+        orders = Orders(identities=self._identities, is_idle=is_idle)
+        pending, self._pending = self._pending, _Pending()
+        for request_id, tokens in pending.loads.items():
+            self._order_load(orders, self._chains[request_id], tokens)
+        for part, last in pending.last_saves:
+            if part is not None:
+                orders.chains.append(part)
+            orders.saves.append(last)
+        for request_id, end in ends.items():
+            chain = self._chains.get(request_id)
+            if chain is not None and chain.loading is None:
+                save = self._save_order(chain, end, self._pages_of(request_id))
+                if save is not None:
+                    self._send_keys(orders, chain)
+                    orders.saves.append(save)
+        return orders
+
+    def received(self, finished: Iterable[str], failed_pages: Iterable[int]) -> None:
+        """Loads ended; those pages hold nothing and the engine computes them."""
+        failed = frozenset(failed_pages)
+        for request_id in finished:
+            chain = self._chains.get(request_id)
+            if chain is None or chain.loading is None:
+                continue
+            first, pages = chain.loading
+            chain.loading = None
+            for i, block in enumerate(pages):
+                if not failed.isdisjoint(block):
+                    # Asked again, the store might promise and fail again, for ever.
+                    chain.may_load = False
+                    chain.ordered = first + i
+                    break
+
+    def finished(self, request: Any, pages: Sequence[int]) -> bool:
+        """The request ended. Whether its pages are to be kept until the workers report it sent."""
+        chain = self._chains.pop(request.request_id, None)
+        self._adapter_since_s.pop(request.request_id, None)
+        self._pending.loads.pop(request.request_id, None)
+        if chain is None or chain.loading is not None:
+            return False
+        if chain.ordered is None:
+            self._looked_up(chain, SHORT_WAIT_S)
+        save = self._save_order(chain, request.num_computed_tokens, pages, is_last=True)
+        if save is None:
+            return False
+        self._pending.last_saves.append((self._unsent(chain), save))
+        return True
+
+    def forget(self) -> None:
+        """Name requests from now on anew; those that run are stored no more."""
+        for chain in self._chains.values():
+            chain.roots, chain.may_load = None, False
+
+    def close(self) -> None:
+        """Stop looking up."""
+        self._threads.shutdown(wait=False, cancel_futures=True)
+
+    def _chain_of(self, request: Any) -> _Chain | None:
+        """The request's chain; None while its adapter is being read."""
+        chain = self._chains.get(request.request_id)
+        if chain is not None or not self._identities:
+            return chain or _Chain(request, None, b"", [])
+        # A session that takes more input may drop tokens it has computed.
+        adapter: str | None = None if getattr(request, "resumable", False) else ""
+        if adapter is not None and request.lora_request is not None:
+            digest = self._adapter(request.lora_request)
+            since_s = self._adapter_since_s.setdefault(request.request_id, time.monotonic())
+            if not digest.done() and time.monotonic() - since_s < ADAPTER_WAIT_S:
+                return None
+            adapter = digest.result() if digest.done() else None
+        roots, tenant = None, b""
+        if adapter is not None:
+            salt = joined_salt(self._settings.salt, request.cache_salt)
+            tenant = tenant_tag(salt)
+            roots = tuple(root_key(self._namespace(i, adapter), salt) for i in self._identities)
+        else:
+            self._counts.add("requests_not_stored")
+        chain = _Chain(request, roots, tenant, [[] for _ in self._identities])
+        self._chains[request.request_id] = chain
+        return chain
+
+    def _adapter(self, lora: Any) -> Future[str | None]:
+        """Digest of an adapter's files as they were when it was first used."""
+        known = (lora.lora_int_id, lora.lora_name, lora.lora_path, lora.load_inplace)
+        if known not in self._adapters:
+            self._adapters[known] = self._threads.submit(adapter_digest, lora)
+        return self._adapters[known]
+
+    def _look_up(self, chain: _Chain) -> None:
+        """Start a lookup unless one runs or its answer is young."""
+        now_s = time.monotonic()
+        if chain.lookup is not None:
+            if not chain.lookup.done() or now_s - chain.lookup_at_s <= FRESH_S:
+                return
+            chain.lookup = None
+        if not self._extend(chain, len(chain.request.all_token_ids) // self._block_tokens):
+            return
+        if self._store.is_suspended:
+            self._counts.add("store_suspended")
+            return
+        self._counts.add("lookups")
+        chain.lookup_at_s = now_s
+        chain.lookup = self._threads.submit(self._lookup, [tuple(keys) for keys in chain.keys])
+
+    def _looked_up(self, chain: _Chain, wait_s: float) -> int | None:
+        """Leading stored blocks; None while the lookup runs, 0 if there was none or it is late."""
+        if chain.lookup is None:
+            return 0
+        try:
+            return chain.lookup.result(timeout=wait_s)
+        except FutureTimeoutError:
+            if time.monotonic() - chain.lookup_at_s < self._settings.lookup_deadline_s:
+                return None
+        self._counts.add("lookups_late")
+        self._store.suspend("look up", "out of time")
+        chain.lookup, chain.may_load = None, False
+        return 0
+
+    def _lookup(self, keys: Sequence[Sequence[bytes]]) -> int:
+        """What all workers' parts are stored of: a part alone is of no use."""
+        left_s = self._settings.lookup_deadline_s
+        return min(self._store.lookup(part, left_s) for part in keys)
+
+    def _extend(self, chain: _Chain, blocks: int) -> bool:
+        """Name the request's blocks up to a number; False if one cannot be named."""
+        if chain.roots is None:
+            return False
+        known = len(chain.keys[0])
+        if blocks <= known:
+            return True
+        size = self._block_tokens
+        tokens = chain.request.all_token_ids[known * size : blocks * size]
+        extras: dict[int, bytes] = {}
+        for i in range(known, blocks):
+            try:
+                found, chain.media = self._extra_keys(
+                    chain.request, i * size, (i + 1) * size, chain.media
+                )
+                extra = extra_bytes(found)
+            except (TypeError, ValueError):
+                self._counts.add("requests_not_stored")
+                chain.roots = None
+                return False
+            if extra:
+                extras[i - known] = extra
+        for root, keys in zip(chain.roots, chain.keys, strict=True):
+            keys.extend(block_keys(keys[-1] if keys else root, tokens, size, extras=extras))
+        return True
+
+    def _order_load(self, orders: Orders, chain: _Chain, tokens: int) -> None:
+        size, per_block = self._block_tokens, self._pages_per_block
+        first = chain.local_tokens // size
+        end = (chain.local_tokens + tokens) // size
+        pages = self._pages_of(chain.request.request_id)
+        held = chain.local_tokens // self._page_tokens  # pages that others may be reading
+        blocks = tuple(
+            tuple(
+                ABSENT if i < held else pages[i] for i in range(b * per_block, (b + 1) * per_block)
+            )
+            for b in range(first, end)
+        )
+        chain.loading = (first, blocks)
+        self._send_keys(orders, chain)
+        orders.loads.append(LoadOrder(chain.request.request_id, first, blocks))
+
+    def _save_order(
+        self, chain: _Chain, end: int, pages: Sequence[int], *, is_last: bool = False
+    ) -> SaveOrder | None:
+        """The order for full blocks that are not stored yet, or None.
+
+        Tokens that are scheduled but not known yet, such as drafts, are no part of a block.
+        """
+        request, per_block = chain.request, self._pages_per_block
+        if chain.ordered is None:
+            # Saving what is stored already would be wasted; a later step will know.
+            stored = self._looked_up(chain, 0.0)
+            if stored is None:
+                return None
+            chain.ordered, chain.lookup = stored, None
+        tokens = min(end, len(request.all_token_ids))
+        if not self._settings.stores_generated:
+            tokens = min(tokens, request.num_prompt_tokens)
+        full = min(tokens // self._block_tokens, len(pages) // per_block)
+        first = chain.ordered
+        if (
+            not self._may_save
+            or full <= first
+            or self._store.is_suspended
+            or not self._extend(chain, full)
+        ):
+            return None
+        chain.ordered = full
+        is_fresh, chain.is_fresh = chain.is_fresh, False
+        return SaveOrder(
+            request.request_id,
+            first,
+            tuple(tuple(pages[b * per_block : (b + 1) * per_block]) for b in range(first, full)),
+            is_fresh=is_fresh,
+            is_last=is_last,
+        )
+
+    def _send_keys(self, orders: Orders, chain: _Chain) -> None:
+        part = self._unsent(chain)
+        if part is not None:
+            orders.chains.append(part)
+
+    def _unsent(self, chain: _Chain) -> ChainPart | None:
+        """Keys the workers do not know yet."""
+        start, chain.sent = chain.sent, len(chain.keys[0])
+        if start == chain.sent:
+            return None
+        keys = tuple(tuple(keys[start:]) for keys in chain.keys)
+        return ChainPart(chain.request.request_id, start, keys, chain.tenant)
