@@ -7,7 +7,7 @@ class StoreError(Exception):
     """The store cannot do what was asked; nothing wrong was served and nothing was lost."""
 
 
-class StoreSetupError(StoreError):
+class StoreSetupError(StoreError, ValueError):
     """A setting, directory or address that the person at the keyboard can mend."""
 
 

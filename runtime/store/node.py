@@ -41,7 +41,6 @@ from traces.decisions import DecisionLog
 
 HOUSEKEEPING_S = 0.5
 COMPACTION_S = 10.0
-_SSD_LIVE_SHARE = 0.9  # the rest is for headers, and for dead records until they are compacted
 OnChange = Callable[[Sequence[Announcement], Sequence[Removal]], None]
 
 _log = structlog.get_logger("store")
@@ -85,19 +84,19 @@ class StoreNode:
             ssd = SsdTier.open(
                 config.folder / "ssd",
                 capacity_bytes=config.ssd_bytes,
-                segment_bytes=config.segment_bytes,
+                segment_bytes=_segment_bytes(config),
             )
             self._cleanup.callback(ssd.close)
         settings = StoreSettings(
             memory_bytes=(num_slots - _passing_slots(num_slots)) * config.block_bytes,
-            ssd_bytes=int(_SSD_LIVE_SHARE * config.ssd_bytes),
+            ssd_bytes=0 if ssd is None else _ssd_room(ssd, config.block_bytes),
             eviction=config.eviction,
             ssd_eviction=config.ssd_eviction,
             replicas=config.replicas,
             replica_share=config.replica_share,
             flush=config.flush,
             num_nodes=2 if self._is_pooled else 1,
-            quota_bytes={tenant: quota for tenant, quota in config.quota_bytes.items()},
+            quota_bytes=dict(config.quota_bytes.items()),
         )
         costs = config.costs or nominal_costs(config.block_bytes)
         self.decisions = DecisionLog(max_calls=config.log_calls)
@@ -130,8 +129,8 @@ class StoreNode:
             "store-flush", Flusher(self.state).write, most_jobs=MOST_BLOCKS, on_error=self._failed
         )
         self._sender: Background[RegionToSend] | None = None
-        self._loader = Loader(self.state, self._executor, None, self._queue_flush)
-        self._writer = Writer(self.state, self._queue_flush, self._queue_send)
+        self._loader = Loader(self.state, self._executor, None, self.queue_flush)
+        self._writer = Writer(self.state, self.queue_flush, self._queue_send)
         self._is_closing = threading.Event()
         self._housekeeper = threading.Thread(
             target=self._keep_house, name="store-house", daemon=True
@@ -182,12 +181,13 @@ class StoreNode:
             send: Sends a region to its owner.
             on_change: Announces copies held and given up.
         """
-        self._loader = Loader(self.state, self._executor, fetch, self._queue_flush)
-        sender = OwnerSender(self.state, send, self._queue_flush)
+        self._loader = Loader(self.state, self._executor, fetch, self.queue_flush)
+        sender = OwnerSender(self.state, send, self.queue_flush)
         self._sender = Background("store-send", sender.work, most_jobs=8, on_error=self._failed)
         self._on_change = on_change
 
-    def _queue_flush(self, keys: Sequence[bytes]) -> None:
+    def queue_flush(self, keys: Sequence[bytes]) -> None:
+        """Write blocks to SSD when it is convenient."""
         self._flusher.add(keys)
 
     def _queue_send(self, owner: str, rooms: Sequence[Room]) -> None:
@@ -317,6 +317,17 @@ class StoreNode:
                     due = self.state.now() + COMPACTION_S
             except Exception as error:
                 self._failed(error)
+
+
+def _segment_bytes(config: StoreConfig) -> int:
+    """As asked for, smaller on a small SSD: room for at least 16 segments of a few blocks each."""
+    smallest = 4 * SsdTier.record_bytes(config.block_bytes)
+    return max(smallest, min(config.segment_bytes, config.ssd_bytes // 16))
+
+
+def _ssd_room(ssd: SsdTier, block_bytes: int) -> int:
+    """Bytes of blocks that fit, headers and not yet compacted records beside them."""
+    return ssd.live_limit_bytes // ssd.record_bytes(block_bytes) * block_bytes
 
 
 def _passing_slots(num_slots: int) -> int:

@@ -80,7 +80,8 @@ def take_over(state: NodeState, keys: Sequence[bytes]) -> list[bytes]:
 
     Under the node's lock.
     """
-    held = [room for key in keys if (room := state.memory.get(key)) is not None]
+    rooms = (state.memory.get(key) for key in keys)
+    held = [room for room in rooms if room is not None and not room.is_owned]
     flush = state.policy.own([room.info.key for room in held], now=state.now()).flush
     for room in held:
         state.memory.own(room.info.key)

@@ -1,0 +1,262 @@
+"""A node as other nodes see it: gives blocks, takes regions, hears what the others hold."""
+
+from __future__ import annotations
+
+import heapq
+from collections.abc import Collection, Iterator, Sequence
+from contextlib import contextmanager
+from dataclasses import replace
+
+from policies.prefix.directory import Held
+from runtime.store.blocks import BlockInfo
+from runtime.store.deadline import Deadline
+from runtime.store.node import StoreNode
+from runtime.store.node_memory import Room
+from runtime.store.node_put import Reservation
+from runtime.store.node_state import NodeState
+from runtime.store.owner_sender import take_over
+from runtime.store.peer_messages import Announcement, Removal
+
+SSD_READ_S = 5.0
+
+
+class NodePeers:
+    """Handles the requests of other nodes; called from several threads."""
+
+    def __init__(self, node: StoreNode) -> None:
+        self._node, self._state = node, node.state
+        self._holder = node.new_holder()
+
+    # --- blocks ----------------------------------------------------------------------------
+
+    @contextmanager
+    def open_blocks(
+        self, keys: Sequence[bytes]
+    ) -> Iterator[Sequence[tuple[BlockInfo, memoryview] | None]]:
+        """The blocks that are here, pinned while open; those on SSD are read first."""
+        state = self._state
+        with state.lock:
+            state.policy.read(keys, now=state.now())
+            found: list[Room | None] = [state.memory.get(key) for key in keys]
+            state.leases.pin(keys)
+        passing: list[Room] = []
+        try:
+            for i, room in enumerate(found):
+                if room is None and state.policy.on_ssd(keys[i]):
+                    found[i] = self._read_from_ssd(keys[i], keys, passing)
+            yield [None if r is None else (r.info, state.memory.view(r)) for r in found]
+        finally:
+            with state.lock:
+                state.leases.unpin(keys)
+                state.memory.cancel(passing, now=state.now())
+                state.tell()
+            sent = [room.info.length for room in found if room is not None]
+            state.counters.add("blocks_given", len(sent))
+            state.counters.add("bytes_given", sum(sent))
+
+    def _read_from_ssd(
+        self, key: bytes, chain: Sequence[bytes], passing: list[Room]
+    ) -> Room | None:
+        """The block, brought into memory; passing rooms are given back by the caller."""
+        state = self._state
+        with state.lock:
+            held = state.directory.held_at(key, state.config.node, "ssd")
+            if held is None or state.policy.is_reserved(key) or state.ssd is None:
+                return None
+            info = BlockInfo(
+                key=key,
+                parent=b"",
+                region=held.region if isinstance(held.region, bytes) else key,
+                index=held.index,
+                depth=held.depth,
+                length=held.length,
+                crc=0,
+            )
+            rooms, _ = state.memory.reserve(
+                [info], is_owned=True, pinned=state.pin_chain(chain), may_pass=True, now=state.now()
+            )
+            state.tell()
+        if not rooms:
+            return None
+        room = rooms[0]
+        read = None
+        try:
+            read = state.ssd.read_into(key, state.memory.view(room), Deadline.after(SSD_READ_S))
+        finally:
+            with state.lock:
+                if read is None or read.length != room.info.length:
+                    state.memory.cancel([room], now=state.now())
+                    if key not in state.ssd:
+                        state.policy.lost(key, "ssd", now=state.now())
+                        state.gone(key, "ssd")
+                elif room.is_kept:
+                    state.memory.commit([replace(room, info=read)], now=state.now())
+                    state.hold([read], "memory", is_owned=True)
+                else:
+                    passing.append(room)
+                state.changed.notify_all()
+        return replace(room, info=read) if read is not None and read.length == held.length else None
+
+    @contextmanager
+    def receive_region(
+        self, infos: Sequence[BlockInfo], writer: str, is_owned: bool, deadline: Deadline
+    ) -> Iterator[_Incoming]:
+        """Room for a region of a writer; what is here already is taken and thrown away."""
+        state = self._state
+        with state.lock:
+            here = 0
+            while here < len(infos) and state.memory.get(infos[here].key) is not None:
+                here += 1
+            known = [info.key for info in infos[:here]]
+            state.leases.pin(known)
+            reservation = self._node.receive(infos[here:], is_owned=is_owned, holder=self._holder)
+        incoming = _Incoming(self._node, self._holder, infos, here, reservation, is_owned, deadline)
+        try:
+            yield incoming
+        finally:
+            self._node.abort(reservation.reservation_id, self._holder)
+            with state.lock:
+                state.leases.unpin(known)
+                state.tell()
+
+    # --- directory -------------------------------------------------------------------------
+
+    def announced(
+        self,
+        node: str,
+        incarnation: int,
+        added: Sequence[Announcement],
+        removed: Sequence[Removal],
+    ) -> None:
+        """Enter what another node has come to hold and gave up."""
+        state = self._state
+        with state.lock:
+            now = state.now()
+            for change in added:
+                held = Held(change.region, change.index, change.depth, change.length)
+                is_entered = state.directory.add(
+                    node,
+                    incarnation,
+                    change.key,
+                    held,
+                    tier=change.tier,
+                    is_owned=change.is_owned,
+                )
+                if is_entered and change.tier == "memory":
+                    state.policy.set_elsewhere(change.key, True, now=now)
+            for gone in removed:
+                if state.directory.discard(node, incarnation, gone.key, tier=gone.tier):
+                    reprice(state, gone.key, now)
+
+    def retained(self, node: str, incarnation: int, kept: Collection[tuple[bytes, str]]) -> None:
+        """Another node has said all that it holds: forget the rest."""
+        state = self._state
+        with state.lock:
+            now = state.now()
+            for holding in state.directory.holdings(node):
+                key = holding.key
+                if (
+                    isinstance(key, bytes)
+                    and (key, holding.tier) not in kept
+                    and state.directory.discard(node, incarnation, key, tier=holding.tier)
+                ):
+                    reprice(state, key, now)
+
+    def directory_page(self, after: bytes, limit: int) -> Sequence[Announcement]:
+        """What this node holds, by ascending key."""
+        state = self._state
+        with state.lock:
+            by_key: dict[bytes, list[Announcement]] = {}
+            for holding in state.directory.holdings(state.config.node):
+                if isinstance(holding.key, bytes) and holding.key > after:
+                    by_key.setdefault(holding.key, []).append(
+                        Announcement(
+                            key=holding.key,
+                            region=_region(holding.held, holding.key),
+                            index=holding.held.index,
+                            depth=holding.held.depth,
+                            length=holding.held.length,
+                            tier=holding.tier,
+                            is_owned=holding.is_owned,
+                        )
+                    )
+        return [copy for key in heapq.nsmallest(limit, by_key) for copy in by_key[key]]
+
+    # --- members ---------------------------------------------------------------------------
+
+    def joined(self, node: str, incarnation: int, weight: float) -> None:
+        """A node is there, or there again: it may be asked and may own."""
+        with self._state.lock:
+            self._state.weights[node] = weight
+
+    def left(self, node: str) -> None:
+        """A node is gone: copies of its blocks are promoted, its own are forgotten."""
+        state = self._state
+        flush: list[bytes] = []
+        with state.lock:
+            state.weights.pop(node, None)
+            now = state.now()
+            promoted = state.directory.promotions(node, state.weights)
+            orphans = [h.key for h in state.directory.holdings(node) if isinstance(h.key, bytes)]
+            state.directory.forget_node(node)
+            for key in orphans:
+                reprice(state, key, now)
+            mine = promoted.get(state.config.node, ())
+            flush = take_over(state, [key for key in mine if isinstance(key, bytes)])
+            state.counters.add("nodes_lost")
+            state.tell()
+        if flush:
+            self._node.queue_flush(flush)
+
+
+class _Incoming:
+    """Room for the leading blocks of an incoming region."""
+
+    def __init__(
+        self,
+        node: StoreNode,
+        holder: int,
+        infos: Sequence[BlockInfo],
+        here: int,
+        reservation: Reservation,
+        is_owned: bool,
+        deadline: Deadline,
+    ) -> None:
+        self._node, self._holder, self._reservation = node, holder, reservation
+        self._infos, self._here, self._is_owned = infos, here, is_owned
+        self._deadline = deadline
+        memory = node.state.memory
+        thrown = [memoryview(bytearray(info.length)) for info in infos[:here]]
+        self.buffers: Sequence[memoryview] = thrown + [
+            memory.view(room) for room in reservation.rooms
+        ]
+
+    def commit(self) -> int:
+        """Make the blocks visible: their checksums were found right."""
+        state = self._node.state
+        new = self._infos[self._here : len(self.buffers)]
+        stored = self._here
+        if new:
+            stored += self._node.commit(
+                self._reservation.reservation_id,
+                [info.crc for info in new],
+                holder=self._holder,
+                deadline=self._deadline,
+            )
+        if self._is_owned and self._here:
+            with state.lock:
+                flush = take_over(state, [info.key for info in self._infos[: self._here]])
+            if flush:
+                self._node.queue_flush(flush)
+        return stored
+
+
+def reprice(state: NodeState, key: bytes, now: float) -> None:
+    """A copy elsewhere is gone: is there another? Under the node's lock."""
+    here = state.config.node
+    is_elsewhere = any(c.node != here and c.tier == "memory" for c in state.directory.copies(key))
+    state.policy.set_elsewhere(key, is_elsewhere, now=now)
+
+
+def _region(held: Held, key: bytes) -> bytes:
+    return held.region if isinstance(held.region, bytes) else key
