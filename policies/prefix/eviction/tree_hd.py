@@ -87,12 +87,11 @@ def _is_leaf(entry: _Entry) -> bool:
 class _Queue:
     """Leaves of one class and octave of price, oldest first; entries may be out of date."""
 
-    __slots__ = ("heap", "rank", "ranked_at")
+    __slots__ = ("heap", "version")
 
     def __init__(self) -> None:
         self.heap: list[_Entry] = []
-        self.rank = 0.0
-        self.ranked_at = -1.0
+        self.version = 0
 
 
 class TreeHd:
@@ -111,6 +110,11 @@ class TreeHd:
         self._orphans: dict[Key, int] = {}
         self._queues: dict[tuple[int, int], _Queue] = {}
         self._num_entries = 0
+        # The queues by the rank of their oldest leaf, as of one moment; old versions are skipped.
+        self._order: list[tuple[float, tuple[float, int, int], _Queue, int]] = []
+        self._unranked: dict[_Queue, None] = {}
+        self._ranked_at = -1.0
+        self._aside: list[_Node] = []
         self._new_leaves: dict[Key, None] = {}
         self._stamp = 0
         self._request = 0
@@ -125,6 +129,7 @@ class TreeHd:
         self._category = min(max(category, 0), NUM_CATEGORIES - 1)
         if self._request >= self._next_refit and now > self._now:
             self._intervals.refit(now)
+            self._ranked_at = -1.0
             self._next_refit = self._request + min(self._request, REFIT_REQUESTS)
 
     def access(self, key: Key, *, now: float) -> None:
@@ -160,20 +165,25 @@ class TreeHd:
     def evict(self, pinned: Container[Key], *, now: float) -> Key | None:
         """Give up the leaf of least rank among the oldest of their classes."""
         self._queue_new_leaves()
-        best: _Queue | None = None
-        aside: list[_Node] = []
-        for queue in self._queues.values():
-            if queue.ranked_at != now or not self._is_free(queue.heap[0], pinned):
-                self._rank_oldest(queue, pinned, now, aside)
-            if queue.heap and (best is None or self._goes_before(queue, best)):
-                best = queue
-        if best is None:
-            self._push_all(aside)
+        self._rank_queues(pinned, now)
+        order = self._order
+        node: _Node | None = None
+        while order:
+            queue, version = order[0][2:]
+            if queue.version != version:
+                heapq.heappop(order)
+            elif _is_leaf(queue.heap[0]) and queue.heap[0][3].key not in pinned:
+                node = heapq.heappop(queue.heap)[3]
+                self._num_entries -= 1
+                self._unranked[queue] = None
+                break
+            else:
+                self._rank_oldest(queue, pinned, now)
+        for leaf in self._aside:
+            self._push(leaf)
+        self._aside.clear()
+        if node is None:
             return None
-        node = heapq.heappop(best.heap)[3]
-        best.ranked_at = -1.0
-        self._num_entries -= 1
-        self._push_all(aside)
         self._leave(node, now)
         return node.key
 
@@ -298,47 +308,41 @@ class TreeHd:
         entry = (node.last_s, -node.depth, node.stamp, node)
         heapq.heappush(queue.heap, entry)
         self._num_entries += 1
-        queue.ranked_at = -1.0
+        self._unranked[queue] = None
 
-    def _push_all(self, nodes: Sequence[_Node]) -> None:
-        for node in nodes:
-            self._push(node)
+    def _rank_queues(self, pinned: Container[Key], now: float) -> None:
+        """Rank anew what changed since the last eviction; all queues where time has passed."""
+        if now != self._ranked_at or len(self._order) > 4 * len(self._queues) + 64:
+            self._ranked_at = now
+            self._order.clear()
+            self._unranked = dict.fromkeys(self._queues.values())
+        for queue in self._unranked:
+            self._rank_oldest(queue, pinned, now)
+        self._unranked.clear()
 
-    def _rank_oldest(
-        self, queue: _Queue, pinned: Container[Key], now: float, aside: list[_Node]
-    ) -> None:
+    def _rank_oldest(self, queue: _Queue, pinned: Container[Key], now: float) -> None:
         """Bring the oldest unpinned leaf to the front and rank it; pinned ones are put aside."""
+        queue.version += 1
         heap = queue.heap
         while heap:
-            node = heap[0][3]
-            if self._is_free(heap[0], pinned):
-                age = age_bin(now - node.last_s)
-                rank = self._intervals.rank[node.kind][age]
-                queue.rank = rank * node.cost_s / node.size_bytes
-                queue.ranked_at = now
-                return
-            if _is_leaf(heap[0]):
-                aside.append(node)
+            entry = heap[0]
+            node = entry[3]
+            if _is_leaf(entry):
+                if node.key not in pinned:
+                    rank = self._intervals.rank[node.kind][age_bin(now - node.last_s)]
+                    rank *= node.cost_s / node.size_bytes
+                    heapq.heappush(self._order, (rank, entry[:3], queue, queue.version))
+                    return
+                self._aside.append(node)
             heapq.heappop(heap)
             self._num_entries -= 1
-        queue.ranked_at = -1.0
-
-    @staticmethod
-    def _is_free(entry: _Entry, pinned: Container[Key]) -> bool:
-        return _is_leaf(entry) and entry[3].key not in pinned
-
-    @staticmethod
-    def _goes_before(queue: _Queue, best: _Queue) -> bool:
-        if queue.rank != best.rank:
-            return queue.rank < best.rank
-        return queue.heap[0][:3] < best.heap[0][:3]
 
     def _drop_old_entries(self) -> None:
         self._num_entries = 0
         for name, queue in list(self._queues.items()):
             queue.heap = [entry for entry in queue.heap if _is_leaf(entry)]
             heapq.heapify(queue.heap)
-            queue.ranked_at = -1.0
             self._num_entries += len(queue.heap)
             if not queue.heap:
                 del self._queues[name]
+        self._ranked_at = -1.0
