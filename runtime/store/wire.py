@@ -27,6 +27,7 @@ DEFAULT_MAX_BYTES: Final = 4 << 20
 PIECE_BYTES: Final = 256 << 10
 _IOV_MAX: Final = 512
 _LENGTH: Final = struct.Struct("!I")
+_TIMEVAL: Final = struct.Struct("@ll")
 
 Message = TypeVar("Message")
 Bytes = bytes | bytearray | memoryview
@@ -85,7 +86,7 @@ def send_buffers(sock: socket.socket, buffers: Sequence[Bytes], deadline: Deadli
     views = [view for buffer in buffers if (view := memoryview(buffer).cast("B")).nbytes]
     first = 0
     while first < len(views):
-        sent = _call(sock, sock.sendmsg, views[first : first + _IOV_MAX], deadline, "sending")
+        sent = _send_some(sock, views[first : first + _IOV_MAX], deadline)
         while sent:
             if sent < views[first].nbytes:
                 views[first] = views[first][sent:]
@@ -169,7 +170,7 @@ def recv_exactly(
     start, total = 0, view.nbytes
     while start < total:
         piece = view[start : start + PIECE_BYTES]
-        count = _call(sock, sock.recv_into, piece, deadline, "receiving")
+        count = _recv_some(sock, piece, deadline)
         if count == 0:
             if may_end and start == 0:
                 return False
@@ -187,13 +188,39 @@ def close_socket(sock: socket.socket) -> None:
     sock.close()
 
 
-def _call(
-    sock: socket.socket, call: Callable[[Any], int], argument: Any, deadline: Deadline, doing: str
-) -> int:
+def _send_some(sock: socket.socket, views: Sequence[memoryview], deadline: Deadline) -> int:
     try:
-        sock.settimeout(deadline.require(doing))
-        return call(argument)
-    except TimeoutError:
-        raise DeadlineError(f"out of time while {doing}") from None
+        _limit_next_call(sock, socket.SO_SNDTIMEO, deadline.require("sending"))
+        return sock.sendmsg(views)
+    except BlockingIOError:
+        raise DeadlineError("out of time while sending") from None
     except (OSError, ValueError) as error:
-        raise StoreUnavailableError(f"{doing}: {error}") from error
+        raise StoreUnavailableError(f"sending: {error}") from error
+
+
+def _recv_some(sock: socket.socket, view: memoryview, deadline: Deadline) -> int:
+    try:
+        _limit_next_call(sock, socket.SO_RCVTIMEO, deadline.require("receiving"))
+        return sock.recv_into(view, flags=socket.MSG_WAITALL)
+    except BlockingIOError:
+        raise DeadlineError("out of time while receiving") from None
+    except (OSError, ValueError) as error:
+        raise StoreUnavailableError(f"receiving: {error}") from error
+
+
+def _limit_next_call(sock: socket.socket, option: int, left_s: float) -> None:
+    """Has the kernel end the next call after that time, all its waiting together.
+
+    A timeout of Python's would instead make the socket non-blocking: two more system calls for
+    each part that happens to be there, a fifth of the throughput.
+    """
+    sock.settimeout(None)
+    # Nought would be no limit at all.
+    seconds, fraction = divmod(max(left_s, 1e-6), 1)
+    sock.setsockopt(
+        socket.SOL_SOCKET,
+        option,
+        _TIMEVAL.pack(
+            int(seconds), max(1, int(fraction * 1e6)) if seconds == 0 else int(fraction * 1e6)
+        ),
+    )
