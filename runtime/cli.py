@@ -15,10 +15,11 @@ import typer
 from runtime.calibrate_command import calibrate
 from runtime.inspect_command import inspect
 from runtime.quantize_command import quantize
+from runtime.store.commands import store_app
 
 app = typer.Typer(
     name="runtime",
-    help="The runtime that the twin is a twin of: quantized expert weights in pages.",
+    help="The runtime that the twin is a twin of: quantized weights in pages, prefix store.",
     no_args_is_help=True,
     add_completion=False,
     pretty_exceptions_enable=False,
@@ -27,6 +28,7 @@ app = typer.Typer(
 app.command()(calibrate)
 app.command()(quantize)
 app.command()(inspect)
+app.add_typer(store_app, name="store")
 
 
 @app.callback()

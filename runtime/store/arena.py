@@ -17,6 +17,7 @@ import os
 import struct
 from pathlib import Path
 
+from runtime.store.arena_pages import map_pages_ahead
 from runtime.store.arena_slots import RECORD_BYTES, SlotTable
 from runtime.store.errors import StoreSetupError
 
@@ -67,6 +68,7 @@ class SharedArena:
         with contextlib.suppress(OSError, AttributeError, ValueError):
             self._map.madvise(mmap.MADV_HUGEPAGE)
         self._memory = memoryview(self._map)
+        map_pages_ahead(self._memory, size)
         start = _HEADER_BYTES
         self.table = SlotTable(
             self._memory[start : start + self.num_slots * RECORD_BYTES], self.num_slots

@@ -35,6 +35,6 @@ class BlockInfo(msgspec.Struct, frozen=True, array_like=True, gc=False):
     tenant: bytes = b""
 
 
-def checksum(data: Any) -> int:
-    """CRC32C (Castagnoli) of a buffer."""
-    return int(crc32c.crc32c(data))
+def checksum(data: Any, before: int = 0) -> int:
+    """CRC32C (Castagnoli) of a buffer; ``before``: the sum of what comes before it."""
+    return int(crc32c.crc32c(data, before))

@@ -6,9 +6,11 @@ from collections.abc import Sequence
 from contextlib import suppress
 from types import TracebackType
 
-from runtime.store.blocks import BlockInfo
+from runtime.store.blocks import BlockInfo, checksum
 from runtime.store.errors import StoreError
 from runtime.store.link import Offered, StoreLink
+
+PIECE_BYTES = 256 << 10
 
 
 class Found:
@@ -46,19 +48,27 @@ class Found:
         return len(self._slots)
 
     def copy_into(self, destinations: Sequence[bytes | bytearray | memoryview]) -> int:
-        """Copy the blocks; how many leading copies are whole.
+        """Copy the blocks; how many leading copies are whole and right.
+
+        Each copy is checked while it is in the processor's cache, so checking costs little.
 
         Raises:
             ValueError: If a buffer is too short for its block.
         """
-        for view, destination in zip(self.views, destinations, strict=False):
+        copied = 0
+        for info, view, destination in zip(self.infos, self.views, destinations, strict=False):
             target = memoryview(destination).cast("B")
             if target.nbytes < view.nbytes:
                 raise ValueError(
                     f"a block of {view.nbytes:,} bytes does not fit a buffer of {target.nbytes:,}"
                 )
-            target[: view.nbytes] = view
-        return min(self.still_valid(), len(destinations))
+            if copied_sum(target[: view.nbytes], view) != info.crc:
+                if self.still_valid() > copied:  # not reused meanwhile, so it is broken
+                    with suppress(StoreError):
+                        self._link.doubt(info.key)
+                break
+            copied += 1
+        return min(self.still_valid(), copied)
 
     def close(self) -> None:
         """The blocks are no longer needed; the views must not be read any more."""
@@ -77,3 +87,13 @@ class Found:
         trace: TracebackType | None,
     ) -> None:
         self.close()
+
+
+def copied_sum(target: memoryview, source: memoryview) -> int:
+    """Copy; the CRC32C of what arrived."""
+    total = 0
+    for at in range(0, source.nbytes, PIECE_BYTES):
+        piece = target[at : at + PIECE_BYTES]
+        piece[:] = source[at : at + PIECE_BYTES]
+        total = checksum(piece, total)
+    return total

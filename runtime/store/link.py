@@ -59,8 +59,14 @@ class StoreLink(Protocol):
         """How many leading blocks the pool holds."""
         ...
 
-    def load(self, keys: Sequence[bytes], deadline: Deadline, category: int) -> Offered:
-        """Hold the valid leading blocks."""
+    def load(
+        self, keys: Sequence[bytes], deadline: Deadline, category: int, is_checked: bool
+    ) -> Offered:
+        """Hold the valid leading blocks; not ``is_checked``: the caller checks what it copies."""
+        ...
+
+    def doubt(self, key: bytes) -> None:
+        """A block did not look right to a reader: check it, and drop it if it is broken."""
         ...
 
     def release(self, lease_id: int) -> None:

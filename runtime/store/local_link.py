@@ -36,10 +36,16 @@ class LocalLink:
         """See ``StoreLink``."""
         return self._open_node().lookup(keys)
 
-    def load(self, keys: Sequence[bytes], deadline: Deadline, category: int) -> Offered:
+    def load(
+        self, keys: Sequence[bytes], deadline: Deadline, category: int, is_checked: bool
+    ) -> Offered:
         """See ``StoreLink``."""
         offer = self._open_node().load(
-            keys, holder=self._holder, deadline=deadline, category=category
+            keys,
+            holder=self._holder,
+            deadline=deadline,
+            category=category,
+            is_checked=is_checked,
         )
         if offer.lease is None:
             return Offered(0, ())
@@ -47,6 +53,11 @@ class LocalLink:
             offer.lease.lease_id,
             [SlotOfBlock(room.slot, room.generation, room.info) for room in offer.rooms],
         )
+
+    def doubt(self, key: bytes) -> None:
+        """See ``StoreLink``."""
+        if not self._is_closed:
+            self._node.doubt(key)
 
     def release(self, lease_id: int) -> None:
         """See ``StoreLink``."""

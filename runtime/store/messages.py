@@ -54,6 +54,7 @@ class Load(msgspec.Struct, tag=True, array_like=True):
     keys: _Keys
     left_s: _Seconds
     category: Annotated[int, Meta(ge=0, lt=2**31)]
+    is_checked: bool
 
 
 class Offer(msgspec.Struct, tag=True, array_like=True):
@@ -67,6 +68,12 @@ class Release(msgspec.Struct, tag=True, array_like=True):
     """Not answered."""
 
     lease_id: _Number
+
+
+class Doubt(msgspec.Struct, tag=True, array_like=True):
+    """A block looks wrong: is it? Not answered."""
+
+    key: Annotated[bytes, Meta(min_length=KEY_BYTES, max_length=KEY_BYTES)]
 
 
 class Reserve(msgspec.Struct, tag=True, array_like=True):
@@ -125,7 +132,7 @@ class Failed(msgspec.Struct, tag=True, array_like=True):
     reason: str
 
 
-Request = Lookup | Load | Release | Reserve | Commit | Abort | Flush | Stats
+Request = Lookup | Load | Release | Doubt | Reserve | Commit | Abort | Flush | Stats
 Reply = Welcome | Count | Offer | Room | Text | Failed
 
 

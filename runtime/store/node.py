@@ -21,7 +21,7 @@ from policies.prefix.store_policy import StorePolicy
 from policies.prefix.store_settings import StoreSettings
 from runtime.store.arena import SharedArena, arena_path
 from runtime.store.background import Background
-from runtime.store.blocks import BlockInfo
+from runtime.store.blocks import BlockInfo, checksum
 from runtime.store.config import StoreConfig
 from runtime.store.counters import Counters
 from runtime.store.deadline import Deadline
@@ -210,10 +210,26 @@ class StoreNode:
             return self.state.leading(keys)
 
     def load(
-        self, keys: Sequence[bytes], *, holder: Holder, deadline: Deadline, category: int = 0
+        self,
+        keys: Sequence[bytes],
+        *,
+        holder: Holder,
+        deadline: Deadline,
+        category: int = 0,
+        is_checked: bool = True,
     ) -> Offer:
         """Hold the valid leading blocks for a reader; never raises for what is missing."""
-        return self._loader.load(keys, holder=holder, deadline=deadline, category=category)
+        return self._loader.load(
+            keys, holder=holder, deadline=deadline, category=category, is_checked=is_checked
+        )
+
+    def doubt(self, key: bytes) -> None:
+        """A block in memory did not look right to a reader: drop it if it is broken."""
+        state = self.state
+        with state.lock:
+            room = state.memory.get(key)
+            if room is not None and checksum(state.memory.view(room)) != room.info.crc:
+                state.forget_broken(room)
 
     def release(self, lease_id: int, holder: Holder) -> bool:
         """The reader is done; False if the lease had ended before."""

@@ -65,11 +65,17 @@ class SocketLink:
         request = messages.Lookup(messages.joined(keys))
         return self._ask(request, messages.Count, deadline).count
 
-    def load(self, keys: Sequence[bytes], deadline: Deadline, category: int) -> Offered:
+    def load(
+        self, keys: Sequence[bytes], deadline: Deadline, category: int, is_checked: bool
+    ) -> Offered:
         """See ``StoreLink``."""
-        request = messages.Load(messages.joined(keys), deadline.left_s(), category)
+        request = messages.Load(messages.joined(keys), deadline.left_s(), category, is_checked)
         offer = self._ask(request, messages.Offer, deadline)
         return Offered(offer.lease_id, [SlotOfBlock(*block) for block in offer.blocks])
+
+    def doubt(self, key: bytes) -> None:
+        """See ``StoreLink``."""
+        self._tell(messages.Doubt(key))
 
     def release(self, lease_id: int) -> None:
         """See ``StoreLink``."""

@@ -14,12 +14,12 @@ from types import TracebackType
 from typing import Any
 
 from policies.prefix.keys import Namespace
-from runtime.store.blocks import KEY_BYTES, checksum
+from runtime.store.blocks import KEY_BYTES
 from runtime.store.config import DEFAULT_BLOCK_BYTES, StoreConfig
 from runtime.store.counters import Counters
 from runtime.store.deadline import Deadline
 from runtime.store.errors import DeadlineError, StoreSetupError, StoreUnavailableError
-from runtime.store.found import Found
+from runtime.store.found import Found, copied_sum
 from runtime.store.link import Offered, Reserved, StoreLink
 from runtime.store.local_link import LocalLink
 from runtime.store.node import StoreNode
@@ -81,8 +81,15 @@ class PrefixStore:
             deadline_s: Seconds for all of it; what is not there by then is a miss.
             category: Kind of request, where known; helps the eviction policy.
         """
+        return self._load(keys, deadline_s, category, is_checked=True)
+
+    def _load(
+        self, keys: Sequence[bytes], deadline_s: float, category: int, *, is_checked: bool
+    ) -> Found:
         try:
-            offer = self._link.load(_checked(keys), Deadline.after(deadline_s), category)
+            offer = self._link.load(
+                _checked(keys), Deadline.after(deadline_s), category, is_checked
+            )
         except _Gone as error:
             self._note(error)
             offer = Offered(0, ())
@@ -109,7 +116,7 @@ class PrefixStore:
         """
         if len(destinations) != len(keys):
             raise ValueError(f"{len(keys)} keys but {len(destinations)} destinations")
-        with self.load(keys, deadline_s=deadline_s, category=category) as found:
+        with self._load(keys, deadline_s, category, is_checked=False) as found:
             return found.copy_into(destinations)
 
     # --- writing ---------------------------------------------------------------------------
@@ -147,8 +154,7 @@ class PrefixStore:
             for buffer, view in zip(room.buffers, views[room.start - first :], strict=False):
                 if deadline.is_over:
                     break
-                buffer[:] = view
-                sums.append(checksum(view))
+                sums.append(copied_sum(buffer, view))
             stored = room.commit(sums, deadline_s=deadline.left_s())
         reason = room.reason
         if stored < len(room.buffers):

@@ -163,7 +163,7 @@ class UnixServer:
         except Exception as error:  # a fault of ours must not end the client's session
             self._node.state.counters.add("requests_failed")
             _log.exception("request failed", request=type(request).__name__)
-            if isinstance(request, messages.Release | messages.Abort):
+            if isinstance(request, messages.Release | messages.Abort | messages.Doubt):
                 return None
             return messages.Failed(f"{type(error).__name__} in the server")
 
@@ -178,11 +178,15 @@ class UnixServer:
                     holder=holder,
                     deadline=Deadline.after(request.left_s),
                     category=request.category,
+                    is_checked=request.is_checked,
                 )
                 blocks = [(room.slot, room.generation, room.info) for room in offer.rooms]
                 return messages.Offer(0 if offer.lease is None else offer.lease.lease_id, blocks)
             case messages.Release():
                 node.release(request.lease_id, holder)
+                return None
+            case messages.Doubt():
+                node.doubt(request.key)
                 return None
             case messages.Reserve():
                 return self._reserve(request, holder)
