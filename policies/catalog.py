@@ -12,11 +12,13 @@ from policies.precision_baselines import (
     UniformRemainderPlanner,
 )
 from policies.precision_plan import Engine, HullPlanner, PrecisionPlanner
+from policies.prefix.eviction.arc import Arc
 from policies.prefix.eviction.base import EvictionPolicy
 from policies.prefix.eviction.fifo import Fifo
 from policies.prefix.eviction.gdsf import Gdsf, GdsfPosition, TreeGdsf
 from policies.prefix.eviction.lfu import Lfu
 from policies.prefix.eviction.lru import Lru, LruFront
+from policies.prefix.eviction.s3_fifo import S3Fifo
 from policies.prefix.eviction.sieve import Sieve
 from policies.prefix.eviction.tree_hd import TreeHd
 from policies.prefix.eviction.tree_lru import TreeLru, TreeSlru
@@ -55,7 +57,9 @@ EVICTION: dict[str, Callable[[int], EvictionPolicy]] = {  # of a memory of that 
     "tree_lru": TreeLru,
     "tree_slru": TreeSlru,
     "tree_gdsf": TreeGdsf,
+    "s3_fifo": S3Fifo,
     "sieve": Sieve,
+    "arc": Arc,
     "tree_hd": TreeHd,
 }
 

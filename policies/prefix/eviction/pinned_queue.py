@@ -1,4 +1,4 @@
-"""A queue whose pinned members keep their places without being stepped over again and again."""
+"""A queue whose pinned members are not stepped over again and again."""
 
 from __future__ import annotations
 
@@ -11,8 +11,8 @@ from policies.prefix.eviction.base import Key
 class PinnedQueue:
     """Keys with sizes, oldest first; O(1) per call, amortised over a request.
 
-    Pinned members that ``oldest`` meets are put aside; ``restore`` puts them back in front, in
-    their order.
+    Pinned members that ``oldest`` meets are put aside until ``restore``. A member that is aside
+    still belongs to the queue and counts in ``used_bytes``.
     """
 
     def __init__(self) -> None:
@@ -60,7 +60,7 @@ class PinnedQueue:
         return None
 
     def restore(self) -> None:
-        """Put what was put aside back in front."""
+        """Put back what is aside, in its order, in front."""
         if self._aside:
             for key, size_bytes in reversed(self._aside.items()):
                 self._order[key] = size_bytes
