@@ -52,8 +52,7 @@ class Compactor:
         for segment in self._ledger.mostly_dead(min_dead_share):
             if before - self._ledger.used_bytes >= wanted_bytes or deadline.is_over:
                 break
-            if not self._empty(segment, deadline):
-                break
+            self._empty_piecewise(segment, deadline)
         return before - self._ledger.used_bytes
 
     def fit(self, limit_bytes: int, deadline: Deadline) -> int:
@@ -73,14 +72,24 @@ class Compactor:
         self.free(max(0, self._log.missing_bytes(0)), deadline)
         return removed
 
+    def _empty_piecewise(self, segment: int, deadline: Deadline) -> None:
+        while True:
+            before = self._ledger.used_bytes
+            if self._empty(segment, deadline) or self._ledger.used_bytes >= before:
+                return
+
     def _empty(self, segment: int, deadline: Deadline) -> bool:
-        """Move what lives in a segment and unlink it; False if that could not be finished."""
+        """Move what lives in a segment and unlink it; False if that could not be finished.
+
+        Begins at the end and cuts off what was moved, so that a segment that is too large to be
+        moved at once (the settings were others then) goes piece by piece.
+        """
         if segment == self._log.active:
             self._log.seal()
         moved: list[tuple[Place, Place]] = []
         error: Exception | None = None
         is_whole = True
-        for place in self._ledger.places_in(segment):
+        for place in reversed(self._ledger.places_in(segment)):
             try:
                 new = self._move(place, deadline)
             except (OSError, NoRoomError) as failed:
@@ -91,10 +100,12 @@ class Compactor:
             elif deadline.is_over:
                 is_whole = False
                 break
-        is_whole = self._finish(moved) and is_whole
+        self._finish(moved)
         if isinstance(error, OSError):
             raise error
         self._raise(self._log.commit([])[1])
+        if not is_whole:
+            self._log.trim(segment)
         return is_whole
 
     def _move(self, place: Place, deadline: Deadline) -> Place | None:
@@ -106,7 +117,7 @@ class Compactor:
             self._drop(place, fault)
         return None
 
-    def _finish(self, moved: list[tuple[Place, Place]]) -> bool:
+    def _finish(self, moved: list[tuple[Place, Place]]) -> None:
         durable, error = self._log.commit([new for _, new in moved])
         kept = {place.info.key for place in durable}
         for old, new in moved:
@@ -115,7 +126,6 @@ class Compactor:
             else:
                 self._ledger.withdraw(new)
         self._raise(error)
-        return True
 
     @staticmethod
     def _raise(error: Exception | None) -> None:

@@ -70,6 +70,11 @@ class Ledger:
         with self._lock:
             return self._segments[segment].is_dead
 
+    def is_pending(self, segment: int) -> bool:
+        """Whether a segment holds records that are not committed yet."""
+        with self._lock:
+            return self._segments[segment].pending_bytes > 0
+
     @property
     def has_dead(self) -> bool:
         """Whether any segment holds no live and no pending record."""

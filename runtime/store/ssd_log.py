@@ -141,6 +141,17 @@ class SegmentLog:
         self._unlink(unsaved.dead)
         return good, error
 
+    def trim(self, segment: int) -> None:
+        """Cut a segment other than the active one behind its last live record.
+
+        Raises:
+            OSError: If the disk refuses.
+        """
+        places = self._ledger.places_in(segment)
+        if places and segment != self._active and not self._ledger.is_pending(segment):
+            self._files.truncate(segment, places[-1].end)
+            self._ledger.set_file_bytes(segment, places[-1].end)
+
     def seal(self) -> None:
         """Close the active segment, synced.
 
