@@ -6,6 +6,8 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Literal
 
+from models.prefix_costs import PrefixCosts
+from policies.prefix.directory import Copy
 from policies.prefix.load_plan import plan_load
 from runtime.store.blocks import BlockInfo
 from runtime.store.node_memory import Room
@@ -41,28 +43,46 @@ def choose_sources(state: NodeState, keys: Sequence[bytes]) -> list[Source]:
     Returns:
         One source per block, root first; blocks behind them are not stored, or cheaper computed.
     """
-    wanted = state.leading(keys)
-    if state.config.costs is not None and wanted:
-        plan = plan_load(
-            keys,
-            state.directory,
-            local=state.config.node,
-            costs=state.config.costs,
-            live=state.weights,
-        )
-        if plan.wanted < wanted:
-            state.counters.add("blocks_left_to_compute", wanted - plan.wanted)
-        wanted = min(wanted, plan.wanted)
+    if state.config.costs is None:
+        copies = [_best_copy(state, key) for key in keys[: state.leading(keys)]]
+    else:
+        copies = _planned_copies(state, keys, state.config.costs)
     sources: list[Source] = []
-    for depth in range(wanted):
-        source = _source(state, keys, depth)
+    for depth, copy in enumerate(copies):
+        source = None if copy is None else _source(state, keys, depth, copy)
         if source is None:
             break
         sources.append(source)
     return sources
 
 
-def _source(state: NodeState, keys: Sequence[bytes], depth: int) -> Source | None:
+def _planned_copies(
+    state: NodeState, keys: Sequence[bytes], costs: PrefixCosts
+) -> list[Copy | None]:
+    plan = plan_load(
+        keys, state.directory, local=state.config.node, costs=costs, live=state.weights
+    )
+    state.counters.add("blocks_left_to_compute", plan.leading - plan.wanted)
+    return [
+        Copy(way.node, "ssd" if way.source in ("ssd", "remote_ssd") else "memory", False)
+        for way in plan.ways
+    ]
+
+
+def _best_copy(state: NodeState, key: bytes) -> Copy | None:
+    """Own memory, else the faster of own SSD and another's memory, else another's SSD."""
+    here = state.config.node
+    if state.memory.get(key) is not None:
+        return Copy(here, "memory", False)
+    copies = [c for c in state.directory.copies(key) if c.node in state.weights]
+    own = next((c for c in copies if c.node == here), None)
+    fast = next((c for c in copies if c.node != here and c.tier == "memory"), None)
+    if own is not None and (fast is None or not _is_network_faster(state)):
+        return own
+    return fast or next(iter(copies), None)
+
+
+def _source(state: NodeState, keys: Sequence[bytes], depth: int, best: Copy) -> Source | None:
     key = keys[depth]
     room = state.memory.get(key)
     if room is not None:
@@ -70,15 +90,6 @@ def _source(state: NodeState, keys: Sequence[bytes], depth: int) -> Source | Non
     if state.policy.is_reserved(key):
         return Source(_unknown(key, keys, depth), "coming")
     here = state.config.node
-    copies = [c for c in state.directory.copies(key) if c.node in state.weights]
-    best = next((c for c in copies if c.node == here and c.tier == "ssd"), None)
-    fast = next((c for c in copies if c.node != here and c.tier == "memory"), None)
-    if fast is not None and (best is None or _is_network_faster(state)):
-        best = fast
-    if best is None:
-        best = next((c for c in copies if c.node != here), None)
-    if best is None:
-        return None
     held = state.directory.held_at(key, best.node, best.tier)
     if held is None or held.length > state.memory.arena.slot_bytes:
         return None
