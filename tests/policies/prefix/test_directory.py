@@ -12,13 +12,15 @@ from policies.prefix.owners import rendezvous_order
 NODES = ("a", "b", "c", "d")
 WEIGHTS = {"a": 1.0, "b": 2.0, "c": 1.0, "d": 1.0}
 node = st.sampled_from(NODES)
-key = st.integers(0, 7)
+key = st.integers(0, 4)
 tier = st.sampled_from(["memory", "ssd"])
 held = st.builds(Held, st.integers(0, 7), st.integers(0, 3), st.integers(0, 3), st.just(64))
 adds = st.tuples(st.just("add"), node, st.integers(1, 3), key, held, tier, st.booleans())
 discards = st.tuples(st.just("discard"), node, st.integers(1, 3), key, tier)
 forgets = st.tuples(st.just("forget"), node)
-histories = st.lists(adds | adds | discards | forgets, max_size=60)
+histories = st.lists(adds | adds | adds | discards | forgets, max_size=60) | st.lists(
+    adds | adds | adds | discards, min_size=20, max_size=60
+)
 
 
 class Naive:

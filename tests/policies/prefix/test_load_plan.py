@@ -1,6 +1,7 @@
 import itertools
 import math
 from collections.abc import Sequence
+from dataclasses import replace
 
 import numpy as np
 import pytest
@@ -182,17 +183,29 @@ def test_the_common_prefix_ends_at_the_first_block_that_no_live_node_holds(
     assert math.isnan(plan.recompute_s)
 
 
-@given(st.lists(copies, max_size=12), st.integers(1, 5), st.none() | prices)
+@given(
+    st.lists(copies, max_size=12), st.integers(1, 5), st.none() | prices, st.booleans(), st.data()
+)
 def test_segments_copy_what_a_copy_byte_by_byte_would(
-    blocks: list[dict[tuple[str, str], bool]], region_blocks: int, costs: PrefixCosts | None
+    blocks: list[dict[tuple[str, str], bool]],
+    region_blocks: int,
+    costs: PrefixCosts | None,
+    is_scattered: bool,
+    data: st.DataObject,
 ) -> None:
-    directory = filled(blocks, region_blocks)
-    plan = plan_load(range(len(blocks)), directory, local="a", costs=costs)
     content = [bytes([i] * BLOCK) for i in range(len(blocks))]
-    regions = {
-        first: b"".join(content[first : first + region_blocks])
-        for first in range(0, len(blocks), region_blocks)
-    }
+    order = list(range(len(blocks)))
+    if is_scattered:
+        order = data.draw(st.permutations(order))
+    directory = Directory()
+    regions: dict[int, bytes] = {}
+    for place, i in enumerate(order):
+        region, index = divmod(place, region_blocks)
+        regions[region] = regions.get(region, b"") + content[i]
+        for (node, tier), is_owned in blocks[i].items():
+            held = Held(region, index, i, BLOCK)
+            directory.add(node, 1, i, held, tier=tier, is_owned=is_owned)
+    plan = plan_load(range(len(blocks)), directory, local="a", costs=costs)
     destination = bytearray(b"\xff" * BLOCK * plan.wanted)
     requests = [plan.local, plan.ssd, *plan.remote.values()]
     for segments in requests:
@@ -257,6 +270,29 @@ def test_blocks_that_only_the_owner_has_push_the_others_to_its_replicas() -> Non
     assert [way.node for way in plan.ways] == ["c", "c", "c", "b", "b", "b"]
 
 
+@pytest.mark.parametrize("remote_start_s", [0.0, 1.5, 30.0])
+def test_a_dear_first_request_is_paid_where_many_blocks_share_it(remote_start_s: float) -> None:
+    costs = replace(
+        fast(BLOCK * 10.0),
+        remote=TierSpeed(bytes_per_s=BLOCK * 10.0, request_s=remote_start_s),
+        ssd=TierSpeed(bytes_per_s=BLOCK),
+    )
+    blocks = [{("a", "ssd"): True, ("b", "memory"): True}] * 8
+    plan = plan_load(range(8), filled(blocks), local="a", costs=costs)
+    assert plan.source == (("ssd",) * 8 if remote_start_s > 7.2 else ("remote",) * 8)
+    assert plan.expected_s == pytest.approx(exhaustive(blocks, costs, {}), rel=1e-9)
+
+
+def test_what_hides_behind_a_longer_request_is_free_and_what_would_wait_is_read_from_ssd() -> None:
+    costs = replace(fast(BLOCK), ssd=TierSpeed(bytes_per_s=2.0 * BLOCK))
+    hidden, queued = ("c", "memory"), ("b", "memory")
+    blocks = [{("d", "memory"): True}] * 4
+    blocks += [{hidden: True, ("a", "ssd"): True}] * 2 + [{queued: True, ("a", "ssd"): True}]
+    plan = plan_load(range(7), filled(blocks), local="a", costs=costs, load_of={"b": 99.0})
+    assert [way.node for way in plan.ways] == ["d"] * 4 + ["c"] * 2 + ["a"]
+    assert plan.expected_s == pytest.approx(exhaustive(blocks, costs, {"b": 99.0}), rel=1e-9)
+
+
 def test_a_slow_network_cuts_where_computing_is_cheaper() -> None:
     blocks = [{("a", "memory"): True}] * 3 + [{("b", "memory"): True}] * 3
     plan = plan_load(range(6), filled(blocks), local="a", costs=fast(1.0, 100.0))
@@ -279,7 +315,8 @@ def test_copies_in_different_regions_are_read_where_each_of_them_lies() -> None:
 
 
 def test_a_put_is_the_region_behind_what_is_stored_and_goes_to_the_rules_owners() -> None:
-    weights = {"a": 1.0, "b": 1.0, "c": 1.0}
+    weights = dict.fromkeys("abcdef", 1.0)
+    assert rendezvous_order(0, weights)[:2] != rendezvous_order(2, weights)[:2]
     directory = filled([{("a", "memory"): True}, {("b", "memory"): True}])
     for name in ("rendezvous", "writer", "anchor"):
         plan = plan_put(
