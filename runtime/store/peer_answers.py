@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import socket
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from contextlib import ExitStack
 from typing import Any, Protocol
 
@@ -65,6 +65,7 @@ class PeerAnswers:
         receiver: Takes announcements; without it they are dropped.
         memory: Readable from afar, if any.
         counters: Where faults are counted.
+        last_announced: Number of this node's last change announced.
     """
 
     def __init__(
@@ -73,11 +74,13 @@ class PeerAnswers:
         receiver: AnnouncementReceiver | None,
         memory: ReadableMemory | None,
         counters: PeerCounters,
+        last_announced: Callable[[], int],
     ) -> None:
         self._handler = handler
         self._receiver = receiver
         self._memory = memory
         self._counters = counters
+        self._last_announced = last_announced
 
     def answer(
         self, sock: socket.socket, node: str, incarnation: int, request: Any, most_s: float
@@ -113,8 +116,9 @@ class PeerAnswers:
                     self._receiver.heard(node, incarnation, request.last)
                 send_frame(sock, Done(), most)
             case AskPage():
+                last = self._last_announced()  # first: what is announced is in the holdings
                 held = list(self._handler.directory_page(request.after, request.limit))
-                send_frame(sock, Page(held), most)
+                send_frame(sock, Page(held, last), most)
             case Describe():
                 blob = b"" if self._memory is None else self._memory.describe()
                 send_frame(sock, Described(blob), most)

@@ -31,7 +31,6 @@ from runtime.store.peer_messages import (
     MAX_BLOCKS,
     MAX_REQUEST_S,
     Announce,
-    Announcement,
     AskPage,
     Blocks,
     Done,
@@ -230,22 +229,20 @@ class Peers:
         """
         self.ask(node, "control", announce, Done, deadline)
 
-    def page(
-        self, node: str, after: bytes, limit: int, deadline: Deadline
-    ) -> tuple[int, list[Announcement]]:
+    def page(self, node: str, after: bytes, limit: int, deadline: Deadline) -> tuple[int, Page]:
         """One page of what another node holds.
 
         Returns:
-            The node's incarnation and its copies by ascending key, empty at the end.
+            The node's incarnation and the page.
 
         Raises:
             StoreError: If the node does not answer.
         """
         reply, incarnation = self.ask(node, "control", AskPage(after, limit), Page, deadline)
-        held: list[Announcement] = reply.held
-        if held and held[0].key <= after:
+        page: Page = reply
+        if any(one.key <= after for one in page.held):
             raise FrameError(f"node {node!r} sends a page that does not go on")
-        return incarnation, held
+        return incarnation, page
 
     def ask(
         self, node: str, use: Use, request: Any, kind: Any, deadline: Deadline

@@ -180,9 +180,10 @@ class Done(msgspec.Struct, tag=True, array_like=True):
 
 
 class Page(msgspec.Struct, tag=True, array_like=True):
-    """What the node holds, by ascending key; empty at the end."""
+    """What the node holds, by ascending key, empty at the end; changes up to last are in it."""
 
     held: Annotated[list[Announcement], Meta(max_length=2 * MAX_CHANGES)]
+    last: Counter
 
 
 class Described(msgspec.Struct, tag=True, array_like=True):

@@ -10,10 +10,9 @@ from __future__ import annotations
 
 import socket
 import threading
-import traceback
+from collections.abc import Callable
 from contextlib import suppress
 from dataclasses import dataclass
-from pathlib import Path
 from typing import Final
 
 import structlog
@@ -22,6 +21,7 @@ from runtime.store.deadline import Deadline
 from runtime.store.errors import DeadlineError, StoreSetupError, StoreUnavailableError
 from runtime.store.peer_answers import AnnouncementReceiver, PeerAnswers, ReadableMemory
 from runtime.store.peer_counters import PeerCounters
+from runtime.store.peer_faults import what_failed
 from runtime.store.peer_handler import PeerHandler
 from runtime.store.peer_identity import (
     Incarnations,
@@ -66,6 +66,7 @@ class PeerServer:
         incarnations: Shared with the other parts of the node.
         receiver: Takes announcements.
         memory: Memory that may be read one-sided, if any.
+        last_announced: Number of this node's last change announced.
         limits: How much is let happen at once.
     """
 
@@ -79,6 +80,7 @@ class PeerServer:
         incarnations: Incarnations | None = None,
         receiver: AnnouncementReceiver | None = None,
         memory: ReadableMemory | None = None,
+        last_announced: Callable[[], int] = lambda: 0,
         limits: ServerLimits | None = None,
     ) -> None:
         self.counters = PeerCounters()
@@ -86,7 +88,7 @@ class PeerServer:
         self._identity = identity
         self._incarnations = incarnations or Incarnations()
         self._limits = limits or ServerLimits()
-        self._answers = PeerAnswers(handler, receiver, memory, self.counters)
+        self._answers = PeerAnswers(handler, receiver, memory, self.counters, last_announced)
         self._listener: socket.socket | None = None
         self._acceptor: threading.Thread | None = None
         self._lock = threading.Lock()
@@ -232,10 +234,3 @@ class PeerServer:
                 if other == node and seen < incarnation:
                     with suppress(OSError):
                         sock.shutdown(socket.SHUT_RDWR)
-
-
-def what_failed(error: BaseException) -> dict[str, str]:
-    """Kind and place of an error, for the log; its text and variables could hold contents."""
-    frames = traceback.extract_tb(error.__traceback__)
-    place = f"{Path(frames[-1].filename).name}:{frames[-1].lineno}" if frames else ""
-    return {"kind": type(error).__name__, "place": place}
