@@ -225,13 +225,14 @@ def _ways(
 ) -> Iterator[tuple[Way, ...]]:
     """Ways to each block of the common prefix: own memory alone, else one per node, best first."""
     for key in keys:
+        places = directory.places(key)
+        own = next((p for p in places if p.node == local), None)
+        if own is not None and own.memory is not None:
+            yield (Way(local, "memory" if own.memory_is_owned else "replica", own.memory),)
+            continue
         ways, ranks = list[Way](), list[tuple[bool, int]]()
-        for place in directory.places(key):
+        for place in places:
             node = place.node
-            if node == local and place.memory is not None:
-                source: Source = "memory" if place.memory_is_owned else "replica"
-                ways = [Way(node, source, place.memory)]
-                break
             if live is not None and node != local and node not in live:
                 continue
             if place.memory is not None:
