@@ -54,13 +54,16 @@ def serve(
         str | None, typer.Option("--etcd", help="HOST:PORT of an etcd that lists the pool.")
     ] = None,
     advertise: Annotated[
-        str | None, typer.Option("--advertise", help="HOST:PORT that the others are told.")
+        str | None, typer.Option("--advertise", help="Host that the others are told.")
     ] = None,
     cluster: Annotated[str, typer.Option("--cluster", help="Name of the pool.")] = "default",
     secret: Annotated[
         Path | None, typer.Option("--secret-file", help="Shared secret of the pool's nodes.")
     ] = None,
     weight: Annotated[float, typer.Option("--weight", help="Share of the blocks to own.")] = 1.0,
+    heartbeat: Annotated[
+        float, typer.Option("--heartbeat", help="Seconds between two signs of life.")
+    ] = 1.0,
     metrics: Annotated[
         int | None, typer.Option("--metrics-port", min=0, max=65535, help="For Prometheus.")
     ] = None,
@@ -104,6 +107,7 @@ def serve(
         cluster=cluster,
         secret_file=secret,
         weight=weight,
+        heartbeat_s=heartbeat,
     )
     config = ServerConfig(
         store=store_config(

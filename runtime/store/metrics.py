@@ -42,6 +42,7 @@ class StoreCollector(Collector):
         for name in [name for name in counters if name.startswith("puts_")]:
             refused.add_metric([node, name.removeprefix("puts_")], counters.pop(name))
         yield refused
+        counters |= stats["pool_counters"]
         for name, value in (
             counters | {f"ssd_{k}": v for k, v in stats["ssd_counters"].items()}
         ).items():

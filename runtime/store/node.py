@@ -121,6 +121,7 @@ class StoreNode:
             on_change=lambda added, removed: self._on_change(added, removed),
         )
         self._on_change: OnChange = lambda added, removed: None
+        self.pool_counters: Callable[[], Mapping[str, int]] = dict
         self._recover()
         self._holders = itertools.count(1)
         self._executor = ThreadPoolExecutor(8, thread_name_prefix="store-fetch")

@@ -16,6 +16,7 @@ def node_stats(node: StoreNode) -> dict[str, Any]:
         "gauges": dict(node.gauges()),
         "counters": dict(state.counters.all()),
         "ssd_counters": {} if state.ssd is None else dict(state.ssd.counters),
+        "pool_counters": dict(node.pool_counters()),
         "nodes": dict(state.weights),
         "settings": {
             "block_bytes": node.config.block_bytes,

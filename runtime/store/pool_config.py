@@ -17,12 +17,14 @@ class PoolConfig:
     Attributes:
         node: Its name.
         host, port: Where it listens for the others; port 0 picks a free one.
-        advertise: HOST:PORT that the others are told; None: where it listens.
+        advertise: Host that the others are told; None: the one it listens on.
         peers: A static list of all nodes, ``NAME=HOST:PORT[*WEIGHT],...``; or None.
         etcd: HOST:PORT of an etcd that lists them; or None.
         cluster: Name of the pool; nodes of another are refused.
         secret: Known to the nodes of the pool alone; empty: none is asked for.
-        weight: Share of the blocks that this node is to own.
+        weight: Share of the blocks that this node is to own; with ``peers`` the list says it.
+        heartbeat_s: Seconds between two signs of life.
+        most_missed: A node is lost when it misses so many in a row.
     """
 
     node: str
@@ -34,6 +36,8 @@ class PoolConfig:
     cluster: str = "default"
     secret: bytes = b""
     weight: float = 1.0
+    heartbeat_s: float = 1.0
+    most_missed: int = 3
 
 
 def pool_config(
@@ -46,6 +50,7 @@ def pool_config(
     cluster: str,
     secret_file: Path | None,
     weight: float,
+    heartbeat_s: float = 1.0,
 ) -> PoolConfig | None:
     """The pool of the command line; None without peers and etcd.
 
@@ -60,9 +65,9 @@ def pool_config(
         raise StoreSetupError("--peers and --etcd exclude each other: remove one of them")
     if weight < 0 or weight != weight or weight == float("inf"):
         raise StoreSetupError(f"--weight: must be >= 0 and finite, found {weight}")
+    if not 0.01 <= heartbeat_s <= 60.0:
+        raise StoreSetupError(f"--heartbeat: must be 0.01 to 60 seconds, found {heartbeat_s}")
     host, port = host_and_port(listen, "--listen")
-    if advertise is not None:
-        host_and_port(advertise, "--advertise")
     return PoolConfig(
         node=node,
         host=host,
@@ -73,6 +78,7 @@ def pool_config(
         cluster=cluster,
         secret=b"" if secret_file is None else _secret(secret_file),
         weight=weight,
+        heartbeat_s=heartbeat_s,
     )
 
 

@@ -30,6 +30,8 @@ def render_stats(stats: Mapping[str, Any]) -> str:
         counters.add_row(name.replace("_", " "), _shown(name, value))
     for name, value in stats["ssd_counters"].items():
         counters.add_row(f"SSD {name.replace('_', ' ')}", _shown(name, value))
+    for name, value in stats["pool_counters"].items():
+        counters.add_row(name.replace("_", " "), _shown(name, value))
     asked = stats["counters"].get("blocks_asked", 0)
     hit = stats["counters"].get("blocks_hit", 0)
     share = f"\nblocks hit: {hit:,} of {asked:,} asked ({hit / asked:.1%})\n" if asked else ""

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import hashlib
 import os
 import threading
 import time
@@ -23,21 +22,7 @@ from runtime.store.local_link import LocalLink
 from runtime.store.node import StoreNode
 from runtime.store.nominal_costs import nominal_costs
 from runtime.store.store import PrefixStore, open_store
-
-BLOCK = 4096
-
-
-def chain(name: str, length: int) -> list[bytes]:
-    return [hashlib.sha256(f"{name}/{i}".encode()).digest() for i in range(length)]
-
-
-def block(key: bytes, size: int = BLOCK) -> bytes:
-    return (hashlib.sha256(key).digest() * (size // 32 + 1))[:size]
-
-
-def blocks(keys: list[bytes]) -> list[bytes]:
-    return [block(key) for key in keys]
-
+from tests.runtime.store.conftest import BLOCK, block, blocks, chain
 
 Open = Callable[..., PrefixStore]
 
