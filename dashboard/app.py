@@ -10,6 +10,8 @@ from streamlit.delta_generator import DeltaGenerator
 from dashboard.answers import INPUT_ERRORS, Summary, closed_forms, simulate, simulated
 from dashboard.form import ask_form
 from dashboard.layout import show_answer, show_error, show_headline, show_origin
+from dashboard.prefix_form import ask_prefix
+from dashboard.prefix_page import show_prefix_answer, show_prefix_question
 from dashboard.sidebar import SOURCES, ask_file, ask_saved_run
 from dashboard.takeaway import show_takeaway
 from dashboard.uploads import keep_upload
@@ -17,6 +19,7 @@ from models.scenario import Scenario
 from models.scenario_file import load_scenario, parse_scenario
 from models.strict_tables import ScenarioError
 from traces.record import read_run
+from twin.cache_curves import PREFIX_CACHE
 
 STYLE = Path(__file__).with_name("page.css")
 
@@ -27,16 +30,20 @@ def main() -> None:
     st.html(STYLE)
     with st.sidebar:
         st.html('<div class="brand">Serving Twin</div>')
-        form, file, saved = st.tabs(SOURCES, key="source", on_change="rerun")
+        form, file, saved, prefix = st.tabs(SOURCES, key="source", on_change="rerun")
         with form:
             question = ask_form()
         with file:
             name, text = ask_file()
         with saved:
             path = ask_saved_run()
+        with prefix:
+            prefix_form = ask_prefix()
     try:
         if saved.open:
             _show_saved(path)
+        elif prefix.open:
+            show_prefix_question(prefix_form)
         elif file.open:
             _show_question(load_scenario(keep_upload(name, text)))
         elif question.is_complete:
@@ -97,6 +104,10 @@ def _show_saved(path: str) -> None:
         st.info("Type the path of a run directory on the left.")
         return
     summary = read_run(path).summary
+    if summary.get("kind") == PREFIX_CACHE:
+        show_origin(summary, path)
+        show_prefix_answer(summary)
+        return
     if "recommendation" in summary:
         show_headline(summary)
     show_origin(summary, path)

@@ -200,25 +200,25 @@ def _show_curves(summary: Summary) -> None:
     with st.container(horizontal=True, horizontal_alignment="distribute"):
         st.markdown("##### Throughput per instance")
         log_ratio = st.toggle("Log scale of r", value=is_long, key=f"chart.log_ratio.{is_long}")
-    _draw(throughput_picture(summary, log_ratio=log_ratio), "throughput")
+    draw_chart(throughput_picture(summary, log_ratio=log_ratio), "throughput")
     left, right = st.columns(2, gap="medium")
     with left:
         st.markdown("##### Idle time")
-        _draw(idle_picture(summary, log_ratio=log_ratio), "idle")
+        draw_chart(idle_picture(summary, log_ratio=log_ratio), "idle")
     with right:
         st.markdown("##### Straggler overhead")
-        _draw(barrier_picture(summary, log_ratio=log_ratio), "barrier")
+        draw_chart(barrier_picture(summary, log_ratio=log_ratio), "barrier")
 
 
 def _show_load(summary: Summary) -> None:
     r = summary["load_distribution"]["r"]
     st.markdown(f"##### Token load of one attention worker at r = {r}")
-    _draw(load_picture(summary), "load")
+    draw_chart(load_picture(summary), "load")
 
 
 def _show_latency(summary: Summary) -> None:
     st.markdown(f"##### Latency of requests at r = {summary['open_loop']['r']}")
-    _draw(latency_picture(summary), "latency")
+    draw_chart(latency_picture(summary), "latency")
     _show_section(open_loop_table, summary)
 
 
@@ -230,7 +230,8 @@ def show_error(error: Exception, place: DeltaGenerator | None = None) -> None:
     (place or st).error(text)
 
 
-def _draw(figure: Any, key: str) -> None:
+def draw_chart(figure: Any, key: str) -> None:
+    """A chart of the page; ``key`` is its name among all of them."""
     st.plotly_chart(figure, key=f"chart.{key}", theme=None, config={"displayModeBar": False})
 
 

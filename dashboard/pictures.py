@@ -23,7 +23,7 @@ INK, MARK, GRID = "#475467", "#667085", "rgba(102, 112, 133, 0.16)"
 def throughput_picture(summary: Summary, *, log_ratio: bool = False) -> go.Figure:
     """Tokens per second and instance against r: four levels, simulated points, the answer."""
     layers = summary["bundle"]["num_layers"]
-    figure = _new("output tokens/s per instance", 400)
+    figure = new_picture("output tokens/s per instance", 400)
     for name, level in summary["levels"].items():
         curve = [value / layers for value in level["curve"]["throughput_per_instance"]]
         _add_level(figure, summary, name, curve, ":,.0f")
@@ -45,7 +45,7 @@ def throughput_picture(summary: Summary, *, log_ratio: bool = False) -> go.Figur
 
 def idle_picture(summary: Summary, *, log_ratio: bool = False) -> go.Figure:
     """Idle shares of attention and FFN against r."""
-    figure = _new("share of a cycle spent idle", 340)
+    figure = new_picture("share of a cycle spent idle", 340)
     points = _points(summary)
     for name, label, colour in (
         ("attention_idle", "attention", ATTENTION),
@@ -72,7 +72,7 @@ def idle_picture(summary: Summary, *, log_ratio: bool = False) -> go.Figure:
 
 def barrier_picture(summary: Summary, *, log_ratio: bool = False) -> go.Figure:
     """What waiting for the slowest worker adds to the cycle, against r."""
-    figure = _new("cycle longer than with equal loads", 340)
+    figure = new_picture("cycle longer than with equal loads", 340)
     for name, level in summary["levels"].items():
         if name != "mean_field":
             _add_level(figure, summary, name, level["curve"]["barrier_overhead"], ":.2%")
@@ -91,7 +91,7 @@ def load_picture(summary: Summary) -> go.Figure:
     edges = load["edges_tokens"]
     pairs = list(itertools.pairwise(edges))
     centres = [0.5 * (low + high) for low, high in pairs]
-    figure = _new("share of steps per bin", 340)
+    figure = new_picture("share of steps per bin", 340)
     figure.add_bar(
         x=centres,
         y=load["twin_share"],
@@ -110,7 +110,7 @@ def load_picture(summary: Summary) -> go.Figure:
     )
     _mark(figure, load["mean_tokens"], "mean", dash="dot", is_left=True)
     _mark(figure, load["mean_max_tokens"], "mean of the slowest")
-    _name_x(figure, "KV tokens one worker reads in a step")
+    name_x(figure, "KV tokens one worker reads in a step")
     figure.update_xaxes(tickformat=",.0f")
     tallest = max(*load["twin_share"], *load["theory_share"])
     figure.update_yaxes(range=[0, 1.15 * tallest], tickformat=".0%")
@@ -120,8 +120,8 @@ def load_picture(summary: Summary) -> go.Figure:
 def latency_picture(summary: Summary) -> go.Figure:
     """Distribution of TTFT, TPOT and end-to-end time of an open-loop run, with the targets."""
     run = summary["open_loop"]
-    figure = _new("share of requests at most this slow", 400)
-    _name_x(figure, "seconds (log scale)")
+    figure = new_picture("share of requests at most this slow", 400)
+    name_x(figure, "seconds (log scale)")
     figure.update_xaxes(type="log")
     for name, label, colour in (
         ("ttft_s", "TTFT", ATTENTION),
@@ -145,7 +145,8 @@ def latency_picture(summary: Summary) -> go.Figure:
     return figure.update_layout(hovermode="closest")
 
 
-def _new(y_title: str, height: int) -> go.Figure:
+def new_picture(y_title: str, height: int) -> go.Figure:
+    """An empty picture in the page's style, ``height`` pixels high."""
     figure = go.Figure()
     figure.update_layout(
         height=height,
@@ -252,10 +253,10 @@ def _on_ratios(figure: go.Figure, summary: Summary, log_ratio: bool) -> go.Figur
     best = summary["recommendation"]
     last = summary["ratios"][-1]
     if log_ratio:
-        _name_x(figure, f"{RATIO_AXIS} (log scale)")
+        name_x(figure, f"{RATIO_AXIS} (log scale)")
         figure.update_xaxes(type="log", dtick="D2", range=[-0.04, math.log10(1.1 * last)])
     else:
-        _name_x(figure, RATIO_AXIS)
+        name_x(figure, RATIO_AXIS)
         figure.update_xaxes(range=[0, 1.02 * last])
     if best["r_low"] < best["r_high"]:
         figure.add_vrect(
@@ -265,7 +266,8 @@ def _on_ratios(figure: go.Figure, summary: Summary, log_ratio: bool) -> go.Figur
     return figure
 
 
-def _name_x(figure: go.Figure, text: str) -> None:
+def name_x(figure: go.Figure, text: str) -> None:
+    """Name the horizontal axis."""
     figure.update_xaxes(title={"text": text, "font": {"size": 13}})
 
 

@@ -1,4 +1,4 @@
-"""The other two ways to ask: a scenario file, and a saved run."""
+"""Other ways to ask than the form: a scenario file, and a saved run."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ import streamlit as st
 from dashboard.commands import SCENARIO_FILE
 from models.scenario_file import default_scenario, scenario_toml
 
-SOURCES = ("Question", "Scenario file", "Saved run")
+SOURCES = ("Question", "Scenario file", "Saved run", "Prefix cache")
 SCENARIO_TEXT, RUN_PATH = "scenario.text", "saved.path"
 RUNS_FOLDER = "results"
 
@@ -41,7 +41,7 @@ def ask_saved_run() -> str:
     path = st.text_input(
         "Run directory", key=RUN_PATH, placeholder=f"{RUNS_FOLDER}/azure-2023-conversation-001"
     )
-    st.caption("A directory written by `twin run`, on this machine.")
+    st.caption("A directory written by `twin run` or `twin cache`, on this machine.")
     return path.strip()
 
 

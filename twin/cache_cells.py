@@ -17,6 +17,7 @@ from numpy.typing import NDArray
 
 from models.strict_tables import ScenarioError
 from policies.catalog import eviction_policy
+from policies.prefix.bound import bound_hits
 from policies.prefix.cache import PrefixCache
 from twin.cache_costs import BlockCosts
 from twin.cache_requests import CacheRequests
@@ -39,8 +40,6 @@ def cell_hits(requests: CacheRequests, costs: BlockCosts, cell: Cell) -> NDArray
     block at its position again.
     """
     if cell.policy == BOUND:
-        from policies.prefix.bound import bound_hits
-
         chains = [_once(request.prompt, request.generated) for request in requests]
         return np.array(bound_hits(chains, cell.blocks), dtype=np.int64)
     cache = PrefixCache(eviction_policy(cell.policy, cell.blocks), cell.blocks)

@@ -112,6 +112,7 @@ def cache(
         token_bytes=bytes_per_token,
         jobs=jobs,
     )
+    question.check()
     check_writable(out or next_run_path("results", "cache"))
     try:
         workload = _workload(

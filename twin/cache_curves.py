@@ -23,6 +23,8 @@ from twin.environment import commit, versions
 from twin.progress import OnProgress
 
 DEFAULT_MODEL, DEFAULT_DEVICE, DEFAULT_MFU = "Llama-3.1-8B", "A100-80", 0.5
+PREFIX_CACHE = "prefix-cache"
+"""``kind`` of the summary."""
 MEASURES = ("block_hit_share", "token_hit_share", "saved_share")
 BEST_WITHIN = 0.0005  # a share nearer than that to the largest is level with it
 
@@ -61,6 +63,22 @@ class CacheQuestion:
             raise ScenarioError("--size: at least one size is needed, found none")
         if self.jobs is not None and self.jobs < 1:
             raise ScenarioError(f"--jobs: must be >= 1, found {self.jobs}")
+
+    def check(self) -> None:
+        """Fail before a workload is read, where the question is wrong whatever the workload.
+
+        Raises:
+            ScenarioError: If a size or a number is out of range or the device is unknown.
+            HfConfigError: If the model is unknown.
+        """
+        costs = block_costs(
+            load_llm(self.model),
+            _device(self.device),
+            mfu=self.mfu,
+            block_tokens=1,
+            token_bytes=self.token_bytes,
+        )
+        resolve_sizes(self.sizes, num_distinct=1, block_bytes=costs.block_bytes)
 
     @property
     def names(self) -> tuple[str, ...]:
@@ -212,7 +230,7 @@ def _summary(
     requests, costs = prepared.workload.requests, prepared.costs
     distinct = requests.num_distinct
     return {
-        "kind": "prefix-cache",
+        "kind": PREFIX_CACHE,
         "name": prepared.workload.name,
         "workload": {
             **prepared.workload.facts(),

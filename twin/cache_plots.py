@@ -22,7 +22,7 @@ LABEL_GAP = 0.045  # of the axes' height, between two labels
 LABEL_DISTANCE, WIDER = 1.25, 3.2  # labels stand left of the first size by that factor; room
 
 
-LABELS_IN_A_ROW = 60  # characters
+LABELS_IN_A_ROW = 40  # characters
 
 
 def draw_cache(summary: Summary) -> dict[str, bytes]:
