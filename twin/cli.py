@@ -426,12 +426,31 @@ def validate(
     from twin.report import make_console
     from twin.validation import validate_afd
 
+    if what is Validated.PTSTORE:
+        _validate_ptstore(as_json=as_json)
+        return
     with progress_bar() as on_progress:
         rows = validate_afd(on_progress=on_progress)
     if as_json:
         _print_json([asdict(row) for row in rows])
     else:
         print_validation([asdict(row) for row in rows], make_console())
+
+
+def _validate_ptstore(*, as_json: bool) -> None:
+    from dataclasses import asdict
+
+    from twin.progress import progress_bar
+    from twin.report import make_console
+    from twin.store.validation import PARAMETERS, validate_ptstore
+    from twin.store.validation_report import print_claims
+
+    with progress_bar() as on_progress:
+        claims = [asdict(row) for row in validate_ptstore(on_progress=on_progress)]
+    if as_json:
+        _print_json({"parameters": [asdict(p) for p in PARAMETERS], "claims": claims})
+    else:
+        print_claims(claims, PARAMETERS, make_console())
 
 
 @app.command()

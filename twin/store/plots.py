@@ -68,6 +68,8 @@ def _panels(summary: Mapping[str, Any], height: float) -> tuple[Figure, list[Axe
 
 def ttft_figure(summary: Mapping[str, Any]) -> Figure:
     """Distribution of the time to first token under every system."""
+    from matplotlib.ticker import LogLocator, NullFormatter, StrMethodFormatter
+
     figure, axes, streams = _panels(summary, 3.4)
     for panel, stream in zip(axes, streams, strict=False):
         for row in _of(summary, stream):
@@ -80,6 +82,9 @@ def ttft_figure(summary: Mapping[str, Any]) -> Figure:
                 label=row["label"],
             )
         panel.set_xscale("log")
+        panel.xaxis.set_major_locator(LogLocator(subs=(1.0, 2.0, 5.0)))
+        panel.xaxis.set_major_formatter(StrMethodFormatter("{x:,g}"))
+        panel.xaxis.set_minor_formatter(NullFormatter())
         panel.set_ylim(0, 1)
         panel.set_xlabel("time to first token, milliseconds (log scale)")
         panel.set_ylabel("share of requests")

@@ -254,9 +254,10 @@ class StorePool:
 
     def _tell_elsewhere(self, key: Key, now: float) -> None:
         """Every memory with a copy learns whether it is the only one."""
-        holders = [copy.node for copy in self.directory.copies(key) if copy.tier == "memory"]
+        holders = [place.node for place in self.directory.places(key) if place.memory is not None]
+        has_others = len(holders) > 1
         for node in holders:
-            self.policies[node].set_elsewhere(key, len(holders) > 1, now=now)
+            self.policies[node].set_elsewhere(key, has_others, now=now)
 
 
 def new_pool(
