@@ -236,7 +236,7 @@ class SsdTier:
         them back. Segments without a live record are unlinked then.
         """
         removed = sum(self._ledger.remove(key) for key in keys)
-        if removed and self._ledger.has_dead:
+        if removed and self._ledger.dead():
             self._committer.reap()
         return removed
 

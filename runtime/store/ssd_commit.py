@@ -23,6 +23,9 @@ from runtime.store.ssd_tally import Tally
 
 _NO_ROOM = (errno.ENOSPC, errno.EDQUOT, errno.EFBIG)
 _MOST_WAITING = 256
+# Of one batch. After a failed sync or transaction it is halved: on a disk whose quota is used up
+# only a smaller batch leaves the index room.
+_MOST_BLOCKS = 1 << 16
 _LOG = logging.getLogger(__name__)
 
 
@@ -63,6 +66,7 @@ class Committer:
         self._health = health
         self._condition = threading.Condition()
         self._waiting: list[_Job] = []
+        self._most_blocks = _MOST_BLOCKS
         self._is_reaping = False
         self._is_stopped = False
         self._thread = threading.Thread(target=self._run, name="ssd-commit", daemon=True)
@@ -134,8 +138,11 @@ class Committer:
         self._settle(fresh, durable)
         if error or failed_commit:
             self._failed(error or failed_commit)
+            self._log.shed()
+            self._most_blocks = max(1, len(fresh) // 2) if failed_commit else self._most_blocks
         elif durable:
             self._health.succeeded()
+            self._most_blocks = min(_MOST_BLOCKS, 2 * self._most_blocks)
 
     def _append(
         self, job: _Job, fresh: dict[bytes, tuple[_Job, Place]], *, is_readonly: bool
@@ -149,7 +156,7 @@ class Committer:
                     self._tally.add("writes_mismatched")
                     return
                 continue
-            if is_readonly:
+            if is_readonly or len(fresh) >= self._most_blocks:
                 return
             if checksum(data) != info.crc:
                 self._tally.add("writes_bad_checksum")

@@ -47,7 +47,7 @@ class Compactor:
             OSError: If the disk fails on the way; what was freed until then stays so.
         """
         before = self._ledger.used_bytes
-        if self._ledger.has_dead:
+        if self._ledger.dead():
             self._raise(self._log.commit([])[1])
         for segment in self._ledger.mostly_dead(min_dead_share):
             if before - self._ledger.used_bytes >= wanted_bytes or deadline.is_over:

@@ -75,12 +75,6 @@ class Ledger:
         with self._lock:
             return self._segments[segment].pending_bytes > 0
 
-    @property
-    def has_dead(self) -> bool:
-        """Whether any segment holds no live and no pending record."""
-        with self._lock:
-            return any(state.is_dead for state in self._segments.values())
-
     def __len__(self) -> int:
         return len(self._places)
 
@@ -152,6 +146,17 @@ class Ledger:
             self._drop(key)
             self._unsaved[key] = None
             return True
+
+    @property
+    def is_in_doubt(self) -> bool:
+        """Whether the index may name another place for a block that is held."""
+        with self._lock:
+            return any(key in self._places for key in self._unsaved)
+
+    def dead(self) -> list[int]:
+        """Segments without a live or pending record."""
+        with self._lock:
+            return [segment for segment, state in self._segments.items() if state.is_dead]
 
     def unsaved(self) -> Unsaved:
         """What the index must learn, and no longer counts as unlearnt."""

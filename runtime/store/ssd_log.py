@@ -10,6 +10,8 @@ One thread at a time, whoever holds ``lock``.
 
 from __future__ import annotations
 
+import errno
+import os
 import threading
 from collections.abc import Sequence
 from contextlib import suppress
@@ -28,6 +30,10 @@ from runtime.store.ssd_ledger import Ledger
 from runtime.store.ssd_segments import SegmentFiles
 
 _ZEROS = bytes(PAGE_BYTES)
+
+# Room that a transaction may need on the disk: some pages, and a leaf and its parents per entry.
+_INDEX_BYTES = 256 << 10
+_ENTRY_BYTES = 4 * PAGE_BYTES
 
 
 class NoRoomError(Exception):
@@ -73,6 +79,7 @@ class SegmentLog:
         self._synced_end = 0
         self._is_name_synced = True
         self._failed: dict[int, None] = {}
+        self._uncommitted = 0
 
     @property
     def active(self) -> int | None:
@@ -104,6 +111,7 @@ class SegmentLog:
         size = record_bytes(info.length)
         if self.missing_bytes(size) > (self._move_bytes() if is_move else 0):
             raise NoRoomError
+        self._require_disk(size)
         if self._needs_new(size):
             self.seal()
             self._begin()
@@ -113,7 +121,14 @@ class SegmentLog:
         padding = size - PAGE_BYTES - info.length
         self._write([header, data, memoryview(_ZEROS)[:padding]])
         self._ledger.appended(place)
+        self._uncommitted += 1
         return place
+
+    def _require_disk(self, size: int) -> None:
+        """Leave the disk room for the index: data that cannot be entered there are of no use."""
+        kept = _INDEX_BYTES + (self._uncommitted + 1) * _ENTRY_BYTES
+        if self._files.free_bytes() < size + PAGE_BYTES + kept:
+            raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
 
     def commit(self, places: Sequence[Place]) -> tuple[list[Place], Exception | None]:
         """Make appended records durable, and whatever else the index has to learn; free segments.
@@ -123,6 +138,7 @@ class SegmentLog:
             what failed.
         """
         error: Exception | None = None
+        self._uncommitted = 0
         try:
             self._sync()
         except OSError as failed:
@@ -140,6 +156,22 @@ class SegmentLog:
                 return [], failed
         self._unlink(unsaved.dead)
         return good, error
+
+    def shed(self) -> None:
+        """After a failure: give the disk back what is dead, although the index may not know yet.
+
+        Should a crash come before it does, its entries for what is gone are dropped on opening.
+        Nothing is given back while the index may name it as the place of a block that is held.
+        """
+        if self._ledger.is_in_doubt:
+            return
+        active = self._active
+        with suppress(OSError):
+            self.seal()
+        self._unlink(self._ledger.dead())
+        if active is not None and self._active is None:
+            with suppress(OSError):
+                self.trim(active)
 
     def trim(self, segment: int) -> None:
         """Cut a segment other than the active one behind its last live record.

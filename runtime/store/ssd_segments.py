@@ -84,6 +84,11 @@ class SegmentFiles:
         """Remove a segment file."""
         self.path(segment).unlink(missing_ok=True)
 
+    def free_bytes(self) -> int:
+        """Bytes that the disk has left for this process."""
+        disk = os.statvfs(self.folder)
+        return disk.f_bavail * disk.f_frsize
+
     def sync_folder(self) -> None:
         """Wait until created and removed names are on disk."""
         sync_folder(self.folder)
