@@ -121,7 +121,7 @@ def _chat_sessions(
     rng: np.random.Generator, draft: Draft, num_sessions: int, duration_s: float
 ) -> None:
     systems = [
-        Chain().extended(_lognormal(rng, 400, 0.9, 64, 3000), draft.chains) for _ in range(24)
+        Chain().extended(_lognormal(rng, 500, 0.9, 64, 3000), draft.chains) for _ in range(24)
     ]
     popularity = _zipf(len(systems), 1.0)
     for session, start_s in enumerate(_times(rng, num_sessions, duration_s)):
@@ -142,16 +142,16 @@ def _agent_sessions(
     for session, start_s in enumerate(_times(rng, num_sessions, duration_s), FIRST_AGENT):
         chain = systems[int(rng.integers(len(systems)))]
         chain = chain.extended(_lognormal(rng, 1200, 1.0, 64, 5000), draft.chains)
-        branches = [(start_s, chain, _lognormal(rng, 10, 0.5, 3, 40))]
+        branches = [(start_s, chain, _lognormal(rng, 9, 0.5, 3, 40))]
         while branches:
             time_s, chain, turns = branches.pop()
             for turn in range(turns):
                 if turn:
-                    chain = chain.extended(_lognormal(rng, 140, 1.1, 16, 4096), draft.chains)
+                    chain = chain.extended(_lognormal(rng, 170, 1.1, 16, 4096), draft.chains)
                 chain = draft.add(time_s, AGENT, session, chain, int(rng.integers(40, 161)))
                 time_s += max(0.5, float(rng.exponential(6.0)))
                 if rng.random() < 0.04:  # a second attempt from here runs beside the first
-                    beside = chain.extended(_lognormal(rng, 140, 1.1, 16, 4096), draft.chains)
+                    beside = chain.extended(_lognormal(rng, 170, 1.1, 16, 4096), draft.chains)
                     branches.append((time_s, beside, int(rng.geometric(1 / 6))))
 
 
