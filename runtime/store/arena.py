@@ -51,20 +51,19 @@ class SharedArena:
         self.is_adopted = False
         flags = os.O_RDWR if is_writable else os.O_RDONLY
         try:
-            self._file = os.open(path, flags)
+            file = os.open(path, flags)
         except OSError as error:
             raise StoreSetupError(f"{path}: {error.strerror}: no shared memory there") from error
         try:
-            header = os.pread(self._file, _HEADER.size, 0)
+            header = os.pread(file, _HEADER.size, 0)
             self.slot_bytes, self.num_slots = _parse_header(path, header)
             size = _total_bytes(self.slot_bytes, self.num_slots)
-            if os.fstat(self._file).st_size != size:
+            if os.fstat(file).st_size != size:
                 raise StoreSetupError(f"{path}: shared memory is cut short; remove the file")
             protection = mmap.PROT_READ | (mmap.PROT_WRITE if is_writable else 0)
-            self._map = mmap.mmap(self._file, size, mmap.MAP_SHARED, protection)
-        except BaseException:
-            os.close(self._file)
-            raise
+            self._map = mmap.mmap(file, size, mmap.MAP_SHARED, protection)
+        finally:
+            os.close(file)  # the mapping stays, as long as anybody uses it
         with contextlib.suppress(OSError, AttributeError, ValueError):
             self._map.madvise(mmap.MADV_HUGEPAGE)
         self._memory = memoryview(self._map)
@@ -136,7 +135,6 @@ class SharedArena:
         self._memory.release()
         with contextlib.suppress(BufferError):  # a reader still holds a view
             self._map.close()
-        os.close(self._file)
         if self._lock_file is not None:
             os.close(self._lock_file)
             self._lock_file = None

@@ -21,6 +21,7 @@ _STATE_OFFSET = 8
 
 SlotState = Literal["free", "owned", "replica"]
 _STATES: tuple[SlotState, ...] = ("free", "owned", "replica")
+_BEING_WRITTEN = 3  # by a client; holds nothing, but is not free either
 _NONE = bytes(32)
 
 
@@ -48,6 +49,15 @@ class SlotTable:
         struct.pack_into("<I", self._memory, at + _STATE_OFFSET, 0)
         _GENERATION.pack_into(self._memory, at, generation)
         return generation
+
+    def lend(self, slot: int) -> None:
+        """A client is about to write to the slot, which holds nothing."""
+        struct.pack_into("<I", self._memory, slot * RECORD_BYTES + _STATE_OFFSET, _BEING_WRITTEN)
+
+    def is_lent(self, slot: int) -> bool:
+        """Whether a client may be writing to the slot."""
+        (state,) = struct.unpack_from("<I", self._memory, slot * RECORD_BYTES + _STATE_OFFSET)
+        return bool(state == _BEING_WRITTEN)
 
     def write(self, slot: int, info: BlockInfo, state: SlotState) -> None:
         """Say what the slot holds: its bytes are in place."""

@@ -21,7 +21,9 @@ class Background(Generic[Job]):
         work: Callable[[Sequence[Job]], None],
         *,
         most_jobs: int,
+        most_waiting: int,
         on_error: Callable[[BaseException], None],
+        on_drop: Callable[[int], None] = lambda count: None,
     ) -> None:
         """Start the thread.
 
@@ -29,9 +31,12 @@ class Background(Generic[Job]):
             name: Of the thread.
             work: Works off up to ``most_jobs`` jobs.
             most_jobs: Of one batch.
+            most_waiting: Of all batches; older jobs are dropped for newer ones.
             on_error: Told of what a batch raised.
+            on_drop: Told how many jobs were dropped.
         """
         self._work, self._most, self._on_error = work, most_jobs, on_error
+        self._most_waiting, self._on_drop = most_waiting, on_drop
         self._jobs: deque[Job] = deque()
         self._num_added = self._num_done = 0
         self._is_stopping = False
@@ -46,6 +51,11 @@ class Background(Generic[Job]):
                 jobs = list(jobs)
                 self._jobs.extend(jobs)
                 self._num_added += len(jobs)
+                too_many = max(0, len(self._jobs) - self._most_waiting)
+                for _ in range(too_many):
+                    self._jobs.popleft()
+                self._num_done += too_many
+                self._on_drop(too_many)
                 self._changed.notify_all()
             return self._num_added
 

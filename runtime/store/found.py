@@ -24,7 +24,7 @@ class Found:
     def __init__(self, link: StoreLink, offer: Offered) -> None:
         """See ``PrefixStore.load``."""
         self._link, self._lease_id = link, offer.lease_id
-        self._arena = link.arena
+        self._arena = offer.arena or link.arena
         self._slots = [(block.slot, block.generation) for block in offer.blocks]
         self.infos: Sequence[BlockInfo] = [block.info for block in offer.blocks]
         self.views: Sequence[memoryview] = [

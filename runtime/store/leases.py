@@ -37,17 +37,18 @@ class Lease:
 class Leases(Collection[bytes]):
     """All leases of a node; as a collection, the keys that are pinned. Not thread-safe."""
 
-    def __init__(self, on_end: Callable[[Lease], None]) -> None:
+    def __init__(self, on_end: Callable[[Lease], None], *, first_id: int = 1) -> None:
         """Start with none.
 
         Args:
             on_end: Called when a lease has ended, its pins being gone.
+            first_id: Larger than any number of an earlier start, whose readers may still be there.
         """
         self._on_end = on_end
         self._pins: dict[bytes, int] = {}
         self._leases: dict[int, Lease] = {}
         self._of_holder: dict[Holder, dict[int, None]] = {}
-        self._next_id = 1
+        self._next_id = first_id
 
     def open(
         self, holder: Holder, keys: Sequence[bytes], passing: Sequence[Room], ends_s: float

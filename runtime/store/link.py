@@ -25,10 +25,15 @@ class SlotOfBlock(NamedTuple):
 
 
 class Offered(NamedTuple):
-    """Valid leading blocks under a lease; lease 0 and no blocks for a miss."""
+    """Valid leading blocks under a lease; lease 0 and no blocks for a miss.
+
+    Attributes:
+        arena: The memory the slots are of: a server that starts again may have another.
+    """
 
     lease_id: int
     blocks: Sequence[SlotOfBlock]
+    arena: SharedArena | None = None
 
 
 class Reserved(NamedTuple):
@@ -39,12 +44,14 @@ class Reserved(NamedTuple):
         start: Position in the chain of the first block with room.
         slots: Slots of the blocks that have room, root first.
         reason: Why not all that were asked for have room.
+        arena: The memory the slots are of.
     """
 
     reservation_id: int
     start: int
     slots: Sequence[int]
     reason: str
+    arena: SharedArena | None = None
 
 
 class StoreLink(Protocol):

@@ -127,7 +127,12 @@ class StoreNode:
         self._executor = ThreadPoolExecutor(8, thread_name_prefix="store-fetch")
         self._cleanup.callback(self._executor.shutdown)
         self._flusher = Background(
-            "store-flush", Flusher(self.state).write, most_jobs=MOST_BLOCKS, on_error=self._failed
+            "store-flush",
+            Flusher(self.state).write,
+            most_jobs=MOST_BLOCKS,
+            most_waiting=num_slots + MOST_BLOCKS,  # what waits longer has been evicted since
+            on_error=self._failed,
+            on_drop=lambda count: counters.add("flushes_dropped", count),
         )
         self._sender: Background[RegionToSend] | None = None
         self._loader = Loader(self.state, self._executor, None, self.queue_flush)
@@ -184,7 +189,13 @@ class StoreNode:
         """
         self._loader = Loader(self.state, self._executor, fetch, self.queue_flush)
         sender = OwnerSender(self.state, send, self.queue_flush)
-        self._sender = Background("store-send", sender.work, most_jobs=8, on_error=self._failed)
+        self._sender = Background(
+            "store-send",
+            sender.work,
+            most_jobs=8,
+            most_waiting=self.arena.num_slots,  # each holds a slot: never more
+            on_error=self._failed,
+        )
         self._on_change = on_change
 
     def queue_flush(self, keys: Sequence[bytes]) -> None:
@@ -309,6 +320,7 @@ class StoreNode:
                 "pinned_blocks": len(state.leases),
                 "leases": state.leases.num_leases,
                 "reservations": self._writer.num_open,
+                "overdue_slots": self._writer.num_overdue_blocks,
                 "flushes_waiting": self._flusher.num_waiting,
                 "sends_waiting": 0 if self._sender is None else self._sender.num_waiting,
                 "live_nodes": len(state.weights),

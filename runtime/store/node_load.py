@@ -10,6 +10,8 @@ from collections.abc import Callable, Mapping, Sequence
 from concurrent.futures import Executor, Future, wait
 from dataclasses import dataclass, replace
 
+import structlog
+
 from runtime.store.blocks import BlockInfo, checksum
 from runtime.store.deadline import Deadline
 from runtime.store.leases import Holder, Lease
@@ -17,6 +19,7 @@ from runtime.store.node_memory import Room
 from runtime.store.node_sources import Source, choose_sources
 from runtime.store.node_state import NodeState
 
+_log = structlog.get_logger("store")
 FetchMany = Callable[
     [Mapping[str, tuple[Sequence[bytes], Sequence[memoryview]]], Deadline],
     Mapping[str, Sequence[BlockInfo | None]],
@@ -77,34 +80,40 @@ class Loader:
                 it copies them. Blocks from elsewhere are always checked on arrival.
         """
         state = self._state
-        with state.lock:
-            state.leases.expire(state.now())
-            to_flush = state.policy.read(keys, now=state.now(), category=category).flush
-            sources = choose_sources(state, keys)
-            state.counters.add("lookups")
-            state.counters.add("blocks_asked", len(keys))
-            rooms = [source.room for source in sources]
-            pinned = [source.info.key for source in sources]
-            state.leases.pin(pinned)  # also of blocks on their way: they may not go again
-            brought = self._make_room(sources, rooms, keys)
-        if to_flush:
-            self._flush([key for key in to_flush if isinstance(key, bytes)])
+        pinned: list[bytes] = []
+        sources: list[Source] = []
+        brought: dict[int, Room] = {}
         arrived: dict[int, Room] = {}
         try:
-            arrived = self._bring(sources, rooms, brought, deadline, is_checked)
+            with state.lock:
+                state.leases.expire(state.now())
+                to_flush = state.policy.read(keys, now=state.now(), category=category).flush
+                sources = choose_sources(state, keys)
+                state.counters.add("lookups")
+                state.counters.add("blocks_asked", len(keys))
+                # Also those on their way are pinned: they may not go again.
+                pinned = [source.info.key for source in sources]
+                state.leases.pin(pinned)
+                self._make_room(sources, brought, keys)
+            if to_flush:
+                self._flush([key for key in to_flush if isinstance(key, bytes)])
+            self._bring(sources, brought, arrived, deadline, is_checked)
+            self._settle(brought, arrived)  # before waiting: others may wait for these
+            self._await_others(sources, arrived, deadline)
         finally:
             with state.lock:
-                offer = self._offer(sources, rooms, brought, arrived, holder)
-                state.leases.unpin(pinned)
-                state.tell()
+                try:
+                    offer = self._offer(sources, brought, arrived, holder)
+                finally:
+                    state.leases.unpin(pinned)
+                    state.tell()
         return offer
 
     def _make_room(
-        self, sources: Sequence[Source], rooms: list[Room | None], keys: Sequence[bytes]
-    ) -> dict[int, Room]:
+        self, sources: Sequence[Source], brought: dict[int, Room], keys: Sequence[bytes]
+    ) -> None:
         """Slots for the blocks that are elsewhere, root first, as far as there is room."""
         state = self._state
-        brought: dict[int, Room] = {}
         position = 0
         while position < len(sources):
             if sources[position].place not in ("ssd", "remote"):
@@ -125,41 +134,41 @@ class Loader:
                 state.counters.add("loads_without_room")
                 break
             position = end
-        return brought
 
     def _bring(
         self,
         sources: Sequence[Source],
-        rooms: Sequence[Room | None],
         brought: Mapping[int, Room],
+        arrived: dict[int, Room],
         deadline: Deadline,
         is_checked: bool,
-    ) -> dict[int, Room]:
-        """Blocks that are in place and right, by position; nothing writes to slots afterwards."""
+    ) -> None:
+        """Enter blocks that are in place and right; nothing writes to slots afterwards."""
         fetch = self._start_fetch(sources, brought, deadline)
         try:
-            right = self._bring_local(sources, rooms, brought, deadline, is_checked)
+            self._bring_local(sources, brought, arrived, deadline, is_checked)
         finally:
             if fetch is not None:
-                wait([fetch])
-        right |= self._fetched(fetch, sources, brought)
-        return right | self._await_others(sources, deadline)
+                wait([fetch], timeout=deadline.left_s())
+                if not fetch.cancel():  # it runs, and ends by the deadline itself
+                    wait([fetch])
+        if fetch is not None:
+            arrived |= self._fetched(fetch, sources, brought)
 
     def _bring_local(
         self,
         sources: Sequence[Source],
-        rooms: Sequence[Room | None],
         brought: Mapping[int, Room],
+        arrived: dict[int, Room],
         deadline: Deadline,
         is_checked: bool,
-    ) -> dict[int, Room]:
-        right: dict[int, Room] = {}
+    ) -> None:
         for i, source in enumerate(sources):
-            if source.place == "memory" and (room := rooms[i]) is not None:
+            if (room := source.room) is not None:
                 if deadline.is_over:
                     break
                 if not is_checked or checksum(self._state.memory.view(room)) == room.info.crc:
-                    right[i] = room
+                    arrived[i] = room
                 else:
                     with self._state.lock:
                         self._state.forget_broken(room)
@@ -167,8 +176,7 @@ class Loader:
             if sources[i].place == "ssd" and not deadline.is_over:
                 read = self._read_ssd(room, deadline)
                 if read is not None:
-                    right[i] = read
-        return right
+                    arrived[i] = read
 
     def _read_ssd(self, room: Room, deadline: Deadline) -> Room | None:
         state = self._state
@@ -199,15 +207,20 @@ class Loader:
 
     def _fetched(
         self,
-        fetch: Future[Mapping[str, Sequence[BlockInfo | None]]] | None,
+        fetch: Future[Mapping[str, Sequence[BlockInfo | None]]],
         sources: Sequence[Source],
         brought: Mapping[int, Room],
     ) -> dict[int, Room]:
-        """Rooms that a finished fetch has filled."""
-        if fetch is None:
+        """Rooms that a fetch has filled, if it ended well."""
+        state = self._state
+        if fetch.cancelled():
+            state.counters.add("fetches_not_started")
+            return {}
+        if (error := fetch.exception()) is not None:
+            state.counters.add("fetches_failed")
+            _log.error("fetch failed", error=type(error).__name__)
             return {}
         answers = {node: iter(infos) for node, infos in fetch.result().items()}
-        state = self._state
         right: dict[int, Room] = {}
         for i, room in brought.items():
             if sources[i].place != "remote":
@@ -220,10 +233,11 @@ class Loader:
             right[i] = replace(room, info=info)
         return right
 
-    def _await_others(self, sources: Sequence[Source], deadline: Deadline) -> dict[int, Room]:
-        """Blocks that other loads were bringing."""
+    def _await_others(
+        self, sources: Sequence[Source], arrived: dict[int, Room], deadline: Deadline
+    ) -> None:
+        """Enter blocks that other loads were bringing."""
         state = self._state
-        right: dict[int, Room] = {}
         for i, source in enumerate(sources):
             if source.place != "coming":
                 continue
@@ -235,26 +249,34 @@ class Loader:
             if room is None:
                 break
             if checksum(state.memory.view(room)) == room.info.crc:
-                right[i] = room
-        return right
+                arrived[i] = room
+
+    def _settle(self, brought: dict[int, Room], arrived: Mapping[int, Room]) -> None:
+        """Blocks that were brought and are to stay are there for everybody."""
+        state = self._state
+        with state.lock:
+            kept = [i for i in sorted(arrived) if i in brought and arrived[i].is_kept]
+            for is_owned in (True, False):
+                part = [arrived[i] for i in kept if arrived[i].is_owned == is_owned]
+                if part:
+                    state.memory.commit(part, now=state.now())
+                    state.hold([room.info for room in part], "memory", is_owned=is_owned)
+            for i in kept:
+                del brought[i]
+            if kept:
+                state.changed.notify_all()
 
     def _offer(
         self,
         sources: Sequence[Source],
-        rooms: Sequence[Room | None],
-        brought: Mapping[int, Room],
+        brought: dict[int, Room],
         arrived: Mapping[int, Room],
         holder: Holder,
     ) -> Offer:
-        """Settle what was brought, and hold the valid leading blocks. Under the lock."""
+        """Hold the valid leading blocks; nothing else stays reserved. Under the lock."""
         state = self._state
         now = state.now()
-        kept = [arrived[i] for i in sorted(arrived) if i in brought and arrived[i].is_kept]
-        for is_owned in (True, False):
-            part = [room for room in kept if room.is_owned == is_owned]
-            if part:
-                state.memory.commit(part, now=now)
-                state.hold([room.info for room in part], "memory", is_owned=is_owned)
+        self._settle(brought, arrived)
         leading = 0
         while leading < len(sources) and self._is_valid(arrived.get(leading)):
             leading += 1

@@ -56,6 +56,7 @@ class NodeMemory:
         self._allocator = SlotAllocator(arena.num_slots)
         self._on_gone = on_gone
         self._rooms: dict[bytes, Room] = {}
+        self._left_slots: list[int] = []
 
     def get(self, key: bytes) -> Room | None:
         """Where a committed block is; None if it is not in memory."""
@@ -147,6 +148,32 @@ class NodeMemory:
         for room in rooms:
             self._free(room)
 
+    def withdraw(self, rooms: Sequence[Room], *, now: float) -> None:
+        """Blocks will not come, but their slots may still be written to: see ``give_back``."""
+        self._policy.cancel([room.info.key for room in rooms if room.is_kept], now=now)
+
+    def lend(self, rooms: Iterable[Room]) -> None:
+        """A client is to write to these slots; also the next server is to know."""
+        for room in rooms:
+            self.arena.table.lend(room.slot)
+
+    @property
+    def num_left_slots(self) -> int:
+        """Slots that clients of an earlier server may still be writing to."""
+        return len(self._left_slots)
+
+    def give_back_left(self) -> None:
+        """The clients of the earlier server are done by now."""
+        slots, self._left_slots = self._left_slots, []
+        for slot in slots:
+            self.arena.table.renew(slot)
+        self._allocator.give_back(slots)
+
+    def give_back(self, rooms: Iterable[Room]) -> None:
+        """Nobody writes to these withdrawn slots any more."""
+        for room in rooms:
+            self._free(room)
+
     def forget(self, key: bytes, *, now: float) -> None:
         """A block turned out broken; unknown keys are ignored."""
         room = self._rooms.pop(key, None)
@@ -168,7 +195,10 @@ class NodeMemory:
         self._allocator.give_back([room.slot])
 
     def recover(self, *, now: float) -> list[Room]:
-        """Take over the blocks that an earlier server left in the arena; parents first."""
+        """Take over the blocks that an earlier server left in the arena; parents first.
+
+        Slots that its clients were writing to serve nobody before ``give_back_left``.
+        """
         found: dict[bytes, tuple[int, BlockInfo, bool]] = {}
         for slot in range(self.arena.num_slots):
             record = self.arena.table.read(slot)
@@ -187,8 +217,11 @@ class NodeMemory:
             rooms.append(room)
         kept = {room.slot for room in rooms}
         for slot in range(self.arena.num_slots):
-            if slot not in kept:
+            if self.arena.table.is_lent(slot):
+                self._left_slots.append(slot)
+            elif slot not in kept:
                 self.arena.table.renew(slot)
+        self._allocator.take_these(self._left_slots)
         return rooms
 
 

@@ -17,7 +17,7 @@ from runtime.store.node_state import NodeState
 from runtime.store.owner_sender import take_over
 from runtime.store.peer_messages import Announcement, Removal
 
-SSD_READ_S = 5.0
+SSD_READ_S = 5.0  # of all blocks of one request
 
 
 class NodePeers:
@@ -40,10 +40,11 @@ class NodePeers:
             found: list[Room | None] = [state.memory.get(key) for key in keys]
             state.leases.pin(keys)
         passing: list[Room] = []
+        deadline = Deadline.after(SSD_READ_S)
         try:
             for i, room in enumerate(found):
                 if room is None and state.policy.on_ssd(keys[i]):
-                    found[i] = self._read_from_ssd(keys[i], keys, passing)
+                    found[i] = self._read_from_ssd(keys[i], keys, passing, deadline)
             yield [None if r is None else (r.info, state.memory.view(r)) for r in found]
         finally:
             with state.lock:
@@ -55,7 +56,7 @@ class NodePeers:
             state.counters.add("bytes_given", sum(sent))
 
     def _read_from_ssd(
-        self, key: bytes, chain: Sequence[bytes], passing: list[Room]
+        self, key: bytes, chain: Sequence[bytes], passing: list[Room], deadline: Deadline
     ) -> Room | None:
         """The block, brought into memory; passing rooms are given back by the caller."""
         state = self._state
@@ -81,7 +82,7 @@ class NodePeers:
         room = rooms[0]
         read = None
         try:
-            read = state.ssd.read_into(key, state.memory.view(room), Deadline.after(SSD_READ_S))
+            read = state.ssd.read_into(key, state.memory.view(room), deadline)
         finally:
             with state.lock:
                 if read is None or read.length != room.info.length:
@@ -107,12 +108,11 @@ class NodePeers:
             here = 0
             while here < len(infos) and state.memory.get(infos[here].key) is not None:
                 here += 1
+            reservation = self._node.receive(infos[here:], is_owned=is_owned, holder=self._holder)
             known = [info.key for info in infos[:here]]
             state.leases.pin(known)
-            reservation = self._node.receive(infos[here:], is_owned=is_owned, holder=self._holder)
-        incoming = _Incoming(self._node, self._holder, infos, here, reservation, is_owned, deadline)
         try:
-            yield incoming
+            yield _Incoming(self._node, self._holder, infos, here, reservation, is_owned, deadline)
         finally:
             self._node.abort(reservation.reservation_id, self._holder)
             with state.lock:

@@ -59,7 +59,9 @@ class Writer:
         """
         self._state, self._flush, self._send = state, flush, send_to_owner
         self._open: dict[int, Reservation] = {}
-        self._next_id = 1
+        self._overdue: dict[int, Reservation] = {}
+        # A writer of an earlier start must not commit a reservation of this one.
+        self._next_id = state.incarnation
 
     def reserve(
         self,
@@ -91,9 +93,11 @@ class Writer:
             if start >= len(keys):
                 return self._refused(holder, start, "exists")
             end = start
-            while end < len(keys) and self._is_new(keys[end]):
+            seen = dict.fromkeys(keys[:start])
+            while end < len(keys) and self._is_new(keys[end]) and keys[end] not in seen:
                 if lengths[end - first] > state.memory.arena.slot_bytes:
                     break
+                seen[keys[end]] = None
                 end += 1
             if end == start:
                 is_large = lengths[start - first] > state.memory.arena.slot_bytes
@@ -125,9 +129,11 @@ class Writer:
         with state.lock:
             self.expire()
             end = 0
+            seen: dict[bytes, None] = {}
             while end < len(infos) and self._is_absent(infos[end].key):
-                if infos[end].length > state.memory.arena.slot_bytes:
+                if infos[end].length > state.memory.arena.slot_bytes or infos[end].key in seen:
                     break
+                seen[infos[end].key] = None
                 end += 1
             if end == 0:
                 return self._refused(holder, 0, "exists")
@@ -149,7 +155,7 @@ class Writer:
             infos,
             is_owned=is_owned,
             pinned=state.pin_chain(chain),
-            may_pass=not is_owned,
+            may_pass=owner != state.config.node,
             now=now,
         )
         state.tell()
@@ -165,6 +171,7 @@ class Writer:
             reason=_reason(reason),
             ends_s=now + state.config.reservation_s,
         )
+        state.memory.lend(rooms)
         self._next_id += 1
         self._open[reservation.reservation_id] = reservation
         return reservation
@@ -206,6 +213,7 @@ class Writer:
             reservation = self._open.get(reservation_id)
             if reservation is None or reservation.holder != holder:
                 state.counters.add("puts_late")
+                self._end_overdue(reservation_id, holder)
                 return ()
             del self._open[reservation_id]
             now = state.now()
@@ -234,6 +242,7 @@ class Writer:
             reservation = self._open.get(reservation_id)
             if reservation is not None and reservation.holder == holder:
                 self._cancel(reservation)
+            self._end_overdue(reservation_id, holder)
 
     def abort_all(self, holder: Holder) -> int:
         """A writer went away; how many reservations it left."""
@@ -241,23 +250,48 @@ class Writer:
             left = [r for r in self._open.values() if r.holder == holder]
             for reservation in left:
                 self._cancel(reservation)
-            return len(left)
+            overdue = [r for r in self._overdue.values() if r.holder == holder]
+            for reservation in overdue:
+                self._end_overdue(reservation.reservation_id, holder)
+            return len(left) + len(overdue)
 
     def expire(self) -> None:
-        """Give back the room of reservations that are over, and end leases that are."""
+        """Reservations that are over lose their claim, and leases end.
+
+        A writer that is late may still be writing, so its slots serve nobody else until it commits
+        (in vain), gives up or goes away; its blocks may be stored by others at once.
+        """
         state = self._state
         with state.lock:
             now = state.now()
             over = [r for r in self._open.values() if r.ends_s <= now]
             for reservation in over:
-                self._cancel(reservation)
+                del self._open[reservation.reservation_id]
+                state.memory.withdraw(reservation.rooms, now=now)
+                self._overdue[reservation.reservation_id] = reservation
+            if over:
+                state.changed.notify_all()
             state.counters.add("reservations_expired", len(over))
             state.counters.add("leases_expired", state.leases.expire(now))
+            if state.memory.num_left_slots and now >= state.config.reservation_s:
+                state.memory.give_back_left()
 
     def _cancel(self, reservation: Reservation) -> None:
         del self._open[reservation.reservation_id]
         self._state.memory.cancel(reservation.rooms, now=self._state.now())
         self._state.changed.notify_all()
+
+    def _end_overdue(self, reservation_id: int, holder: Holder) -> None:
+        reservation = self._overdue.get(reservation_id)
+        if reservation is not None and reservation.holder == holder:
+            del self._overdue[reservation_id]
+            self._state.memory.give_back(reservation.rooms)
+
+    @property
+    def num_overdue_blocks(self) -> int:
+        """Slots that late writers, or those of an earlier server, may still be writing to."""
+        overdue = sum(len(reservation.rooms) for reservation in self._overdue.values())
+        return overdue + self._state.memory.num_left_slots
 
     @property
     def num_open(self) -> int:

@@ -48,10 +48,12 @@ def choose_sources(state: NodeState, keys: Sequence[bytes]) -> list[Source]:
     else:
         copies = _planned_copies(state, keys, state.config.costs)
     sources: list[Source] = []
+    seen: dict[bytes, None] = {}
     for depth, copy in enumerate(copies):
         source = None if copy is None else _source(state, keys, depth, copy)
-        if source is None:
+        if source is None or keys[depth] in seen:  # a chain has no block twice
             break
+        seen[keys[depth]] = None
         sources.append(source)
     return sources
 

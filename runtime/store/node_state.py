@@ -57,7 +57,7 @@ class NodeState:
 
     def __post_init__(self) -> None:
         self.changed = threading.Condition(self.lock)
-        self.leases = Leases(self._lease_ended)
+        self.leases = Leases(self._lease_ended, first_id=self.incarnation)
 
     def now(self) -> float:
         """Seconds since the node began."""

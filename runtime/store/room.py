@@ -35,8 +35,9 @@ class PutRoom:
         self._is_durable = is_durable
         self.start, self.reason = found.start, found.reason
         self.is_unavailable = is_unavailable
+        arena = found.arena or link.arena
         self.buffers: Sequence[memoryview] = [
-            link.arena.slot(slot, size) for slot, size in zip(found.slots, sizes, strict=False)
+            arena.slot(slot, size) for slot, size in zip(found.slots, sizes, strict=False)
         ]
 
     def commit(self, checksums: Sequence[int] | None = None, *, deadline_s: float = 1.0) -> int:

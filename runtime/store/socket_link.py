@@ -43,7 +43,7 @@ class SocketLink:
         self._session = os.urandom(16)
         self._lock = threading.Lock()
         self._idle: list[socket.socket] = []
-        self._open: set[socket.socket] = set()
+        self._open: dict[socket.socket, SharedArena] = {}
         self._arena: SharedArena | None = None
         self._server = 0
         self._presence_server = 0
@@ -70,8 +70,8 @@ class SocketLink:
     ) -> Offered:
         """See ``StoreLink``."""
         request = messages.Load(messages.joined(keys), deadline.left_s(), category, is_checked)
-        offer = self._ask(request, messages.Offer, deadline)
-        return Offered(offer.lease_id, [SlotOfBlock(*block) for block in offer.blocks])
+        offer, arena = self._ask_of(request, messages.Offer, deadline)
+        return Offered(offer.lease_id, [SlotOfBlock(*block) for block in offer.blocks], arena)
 
     def doubt(self, key: bytes) -> None:
         """See ``StoreLink``."""
@@ -92,8 +92,8 @@ class SocketLink:
     ) -> Reserved:
         """See ``StoreLink``."""
         request = messages.Reserve(messages.joined(keys), list(lengths), first, tenant, is_durable)
-        room = self._ask(request, messages.Room, deadline)
-        return Reserved(room.reservation_id, room.start, room.slots, room.reason)
+        room, arena = self._ask_of(request, messages.Room, deadline)
+        return Reserved(room.reservation_id, room.start, room.slots, room.reason, arena)
 
     def commit(
         self, reservation_id: int, checksums: Sequence[int], is_durable: bool, deadline: Deadline
@@ -121,7 +121,7 @@ class SocketLink:
         """Close all connections: leases and reservations end."""
         with self._lock:
             self._is_closed = True
-            sockets, self._open, self._idle = self._open, set(), []
+            sockets, self._open, self._idle = set(self._open), {}, []
             if self._presence is not None:
                 sockets.add(self._presence)
         for sock in sockets:
@@ -132,11 +132,21 @@ class SocketLink:
     # --- connections -----------------------------------------------------------------------
 
     def _ask(self, request: Any, kind: type[_Answer], deadline: Deadline) -> _Answer:
+        return self._ask_of(request, kind, deadline)[0]
+
+    def _ask_of(
+        self, request: Any, kind: type[_Answer], deadline: Deadline
+    ) -> tuple[_Answer, SharedArena]:
+        """The answer, and the memory of the very server that gave it."""
         with self._connection(deadline) as sock:
+            with self._lock:
+                arena = self._open.get(sock)
+            if arena is None:
+                raise StoreUnavailableError("the store is closed")
             send_frame(sock, request, deadline, max_bytes=MOST_BYTES)
             reply = recv_frame(sock, messages.Reply, deadline, MOST_BYTES)
         if isinstance(reply, kind):
-            return reply
+            return reply, arena
         reason = reply.reason if isinstance(reply, messages.Failed) else type(reply).__name__
         raise StoreUnavailableError(f"the server answered: {reason}")
 
@@ -170,24 +180,24 @@ class SocketLink:
 
     def _drop(self, sock: socket.socket) -> None:
         with self._lock:
-            self._open.discard(sock)
+            self._open.pop(sock, None)
         close_socket(sock)
 
     def _connect(self, deadline: Deadline) -> socket.socket:
-        sock = self._open_socket(deadline)
+        sock, arena = self._open_socket(deadline)
         with self._lock:
             lost = None
             if self._presence is None or self._presence_server != self._server:
                 lost, self._presence = self._presence, sock
                 self._presence_server = self._server
             else:
-                self._open.add(sock)
+                self._open[sock] = arena
                 return sock
         if lost is not None:
             close_socket(lost)
         return self._connect(deadline)
 
-    def _open_socket(self, deadline: Deadline) -> socket.socket:
+    def _open_socket(self, deadline: Deadline) -> tuple[socket.socket, SharedArena]:
         if time.monotonic() < self._retry_at_s:
             raise StoreUnavailableError(f"{self.path}: the server is gone")
         sock = socket.socket(socket.AF_UNIX, socket.SOCK_STREAM)
@@ -200,7 +210,7 @@ class SocketLink:
             if not isinstance(reply, messages.Welcome):
                 reason = reply.reason if isinstance(reply, messages.Failed) else "no welcome"
                 raise StoreUnavailableError(f"{self.path}: {reason}")
-            self._greet(reply)
+            arena = self._greet(reply)
         except (OSError, StoreError) as error:
             close_socket(sock)
             self._retry_at_s = time.monotonic() + RETRY_S
@@ -208,13 +218,13 @@ class SocketLink:
                 raise
             detail = error.strerror if isinstance(error, OSError) else error
             raise StoreUnavailableError(f"{self.path}: no store answers: {detail}") from error
-        return sock
+        return sock, arena
 
-    def _greet(self, welcome: messages.Welcome) -> None:
+    def _greet(self, welcome: messages.Welcome) -> SharedArena:
         """Map the server's memory; a server that started again may have another."""
         with self._lock:
-            if welcome.server == self._server:
-                return
-            # The old mapping stays alive as long as views into it do.
-            self._arena = SharedArena(Path(welcome.arena), is_writable=True)
-            self._server = welcome.server
+            if self._arena is None or welcome.server != self._server:
+                # The old mapping stays alive as long as views into it do.
+                self._arena = SharedArena(Path(welcome.arena), is_writable=True)
+                self._server = welcome.server
+            return self._arena

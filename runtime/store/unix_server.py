@@ -28,6 +28,7 @@ from runtime.store.wire import ClosedError, close_socket, recv_frame, send_frame
 
 GREETING_S = 5.0
 REPLY_S = 5.0
+ACCEPT_PAUSE_S = 0.1
 IDLE_S = 3600.0 * 24 * 365
 MOST_BYTES = 64 << 20
 MOST_CONNECTIONS = 1024
@@ -54,6 +55,7 @@ class UnixServer:
         self._sessions: dict[bytes, tuple[Holder, int]] = {}
         self._threads: dict[threading.Thread, socket.socket] = {}
         self._is_stopping = False
+        self._stopped = threading.Event()
         self._acceptor = threading.Thread(target=self._accept, name="store-accept", daemon=True)
 
     def start(self) -> None:
@@ -63,6 +65,7 @@ class UnixServer:
     def stop(self, deadline: Deadline) -> None:
         """Close all connections and the socket."""
         self._is_stopping = True
+        self._stopped.set()
         close_socket(self._listener)
         with contextlib.suppress(FileNotFoundError):
             self.path.unlink()
@@ -86,22 +89,32 @@ class UnixServer:
             except OSError:
                 if self._is_stopping:
                     return
+                self._node.state.counters.add("accept_errors")  # such as no descriptors left
+                self._stopped.wait(ACCEPT_PAUSE_S)
                 continue
-            with self._lock:
-                is_full = len(self._threads) >= MOST_CONNECTIONS
-                thread = threading.Thread(
-                    target=self._serve, args=(sock,), name="store-client", daemon=True
-                )
-                if not is_full:
-                    self._threads[thread] = sock
-            if is_full:
+            if not self._take(sock):
                 self._node.state.counters.add("connections_refused")
                 close_socket(sock)
-            else:
-                thread.start()
+
+    def _take(self, sock: socket.socket) -> bool:
+        """A thread for a connection; False if there are too many."""
+        thread = threading.Thread(
+            target=self._serve, args=(sock,), name="store-client", daemon=True
+        )
+        with self._lock:
+            if self._is_stopping or len(self._threads) >= MOST_CONNECTIONS:
+                return False
+            self._threads[thread] = sock
+        try:
+            thread.start()
+        except RuntimeError:  # the system has no more threads
+            with self._lock:
+                del self._threads[thread]
+            return False
+        return True
 
     def _serve(self, sock: socket.socket) -> None:
-        session = None
+        session, holder, reply = None, 0, None
         try:
             session, holder = self._greet(sock)
             while True:
@@ -114,6 +127,8 @@ class UnixServer:
         except ClosedError:
             pass
         except StoreError as error:
+            # Reset instead of closed: the last answer was not read, so nobody knows of its lease.
+            self._take_back(reply, holder)
             if not self._is_stopping:
                 self._node.state.counters.add("connections_broken")
                 _log.info("client connection ended", detail=str(error))
@@ -123,6 +138,16 @@ class UnixServer:
                 self._threads.pop(threading.current_thread(), None)
             if session is not None:
                 self._leave(session)
+
+    def _take_back(self, reply: Any, holder: Holder) -> None:
+        match reply:
+            case messages.Offer(lease_id=lease_id) if lease_id:
+                self._node.release(lease_id, holder)
+            case messages.Room(reservation_id=reservation_id) if reservation_id:
+                self._node.abort(reservation_id, holder)
+            case _:
+                return
+        self._node.state.counters.add("answers_unread")
 
     def _greet(self, sock: socket.socket) -> tuple[bytes, Holder]:
         deadline = Deadline.after(GREETING_S)
