@@ -1,4 +1,4 @@
-"""Asks the other nodes: blocks from many owners at once, room for a region, pages of directories.
+"""Asks the other nodes: blocks from many owners at once, room for a region.
 
 A fetch never fails: blocks that are absent, late, damaged on the way or at a node that cannot be
 reached are misses. A node that failed or was late is a suspect and left alone for a while
@@ -7,66 +7,36 @@ reached are misses. A node that failed or was late is a suspect and left alone f
 
 from __future__ import annotations
 
-import time
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
 from functools import partial
-from typing import Any, Final, TypeVar
-
-import structlog
+from typing import Final
 
 from runtime.store.blocks import KEY_BYTES, BlockInfo
 from runtime.store.deadline import Deadline
-from runtime.store.errors import DeadlineError, StoreError, StoreUnavailableError
 from runtime.store.peer_answers import receive_block
-from runtime.store.peer_connections import (
-    MOST_PER_USE,
-    Connection,
-    NoConnectionError,
-    PeerConnections,
-)
-from runtime.store.peer_counters import PeerCounters
+from runtime.store.peer_connections import Connection
 from runtime.store.peer_identity import Incarnations, NodeIdentity
 from runtime.store.peer_messages import (
     MAX_BLOCKS,
     MAX_REQUEST_S,
-    Announce,
-    AskPage,
     Blocks,
-    Done,
     Failed,
     Fetch,
-    Page,
-    Ping,
     Put,
     Room,
     Stored,
-    Use,
     check_info,
 )
+from runtime.store.peer_requests import FailedError, PeerRequests, first_reply
 from runtime.store.peer_suspects import Suspects
-from runtime.store.wire import (
-    FrameError,
-    recv_frame,
-    send_buffers,
-    send_frame,
-)
+from runtime.store.wire import FrameError, recv_frame, send_buffers
 
-_log = structlog.get_logger(__name__)
 FETCH_THREADS: Final = 32
-Result = TypeVar("Result")
 Wanted = tuple[Sequence[bytes], Sequence[memoryview]]
 
 
-class FailedError(StoreError):
-    """The other node answered that it cannot do what was asked; it is well otherwise."""
-
-
-class StaleError(StoreUnavailableError):
-    """The connection had been closed while it lay idle."""
-
-
-class Peers:
+class Peers(PeerRequests):
     """The other nodes, as seen from this one; safe for threads.
 
     Args:
@@ -82,21 +52,8 @@ class Peers:
         incarnations: Incarnations | None = None,
         suspects: Suspects | None = None,
     ) -> None:
-        self.counters = PeerCounters()
-        self.suspects = suspects or Suspects()
-        self.incarnations = incarnations or Incarnations()
-        self.connections = PeerConnections(identity, self.incarnations)
+        super().__init__(identity, incarnations=incarnations, suspects=suspects)
         self._pool = ThreadPoolExecutor(FETCH_THREADS, thread_name_prefix="peer-fetch")
-        self.incarnations.when_newer(lambda node, _: self.suspects.clear(node))
-
-    def add(self, node: str, host: str, port: int) -> None:
-        """Sets or changes a node's address and looks its host up, which may take seconds."""
-        self.connections.add(node, host, port)
-
-    def drop(self, node: str) -> None:
-        """Forgets a node's address."""
-        self.connections.drop(node)
-        self.suspects.clear(node)
 
     def fetch(
         self,
@@ -205,121 +162,9 @@ class Peers:
         self.counters.add("put_blocks", stored)
         return stored
 
-    def ping(self, node: str, deadline: Deadline, last: int = 0) -> int:
-        """Asks for a sign of life, suspect or not.
-
-        Args:
-            node: Whom.
-            deadline: When to give up.
-            last: How many changes of holdings this node has announced.
-
-        Returns:
-            The node's incarnation.
-
-        Raises:
-            StoreError: If there was none.
-        """
-        return self.ask(node, "control", Ping(last), Done, deadline)[1]
-
-    def send_announcement(self, node: str, announce: Announce, deadline: Deadline) -> None:
-        """Tells one node of changes and waits until it has heard.
-
-        Raises:
-            StoreError: If it may not have.
-        """
-        self.ask(node, "control", announce, Done, deadline)
-
-    def page(self, node: str, after: bytes, limit: int, deadline: Deadline) -> tuple[int, Page]:
-        """One page of what another node holds.
-
-        Returns:
-            The node's incarnation and the page.
-
-        Raises:
-            StoreError: If the node does not answer.
-        """
-        reply, incarnation = self.ask(node, "control", AskPage(after, limit), Page, deadline)
-        page: Page = reply
-        if any(one.key <= after for one in page.held):
-            raise FrameError(f"node {node!r} sends a page that does not go on")
-        return incarnation, page
-
-    def ask(
-        self, node: str, use: Use, request: Any, kind: Any, deadline: Deadline
-    ) -> tuple[Any, int]:
-        """One question, one answer without raw bytes.
-
-        Args:
-            node: Whom to ask.
-            use: Which connections to use.
-            request: One of the Request messages.
-            kind: Message expected.
-            deadline: When to give up.
-
-        Returns:
-            The answer and the incarnation that gave it.
-
-        Raises:
-            StoreError: If there is none, or the node says why it fails.
-        """
-        reply, incarnation = self.exchange(
-            node, use, deadline, lambda link: (first_reply(link, request, kind, deadline),
-                                               link.incarnation)
-        )  # fmt: skip
-        if isinstance(reply, Failed):
-            raise FailedError(f"node {node!r}: {reply.reason}")
-        return reply, incarnation
-
-    def exchange(
-        self, node: str, use: Use, deadline: Deadline, work: Callable[[Connection], Result]
-    ) -> Result:
-        """Lets one request have a connection; again with another if it had been closed meanwhile.
-
-        Raises:
-            StoreError: What the connection or the request raises.
-        """
-        for _ in range(MOST_PER_USE[use]):
-            try:
-                with self.connections.lease(node, use, deadline) as connection:
-                    return work(connection)
-            except StaleError:
-                continue
-        with self.connections.lease(node, use, deadline) as connection:
-            return work(connection)
-
-    def try_node(self, node: str, deadline: Deadline, work: Callable[[], object]) -> bool:
-        """Does something with a node unless it is a suspect; a failure makes it one.
-
-        Returns:
-            Whether it was done without an error.
-        """
-        if deadline.is_over:
-            self.counters.add("requests_out_of_time")
-            return False
-        if not self.suspects.may_try(node, now=time.monotonic()):
-            self.counters.add("suspects_skipped")
-            return False
-        try:
-            work()
-        except NoConnectionError:
-            self.counters.add("connections_taken")
-            return False
-        except FailedError:
-            self.counters.add("requests_failed_there")
-            return False
-        except StoreError as error:
-            self.counters.add(
-                "requests_late" if isinstance(error, DeadlineError) else "requests_broken"
-            )
-            self.suspects.failed(node, now=time.monotonic())
-            _log.warning("node suspected", node=node, reason=str(error))
-            return False
-        self.suspects.clear(node)
-        return True
-
     def close(self) -> None:
         """Ends requests under way and waits for the threads."""
-        self.connections.close()
+        super().close()
         self._pool.shutdown(wait=True, cancel_futures=True)
 
     def _fetch(
@@ -386,19 +231,3 @@ class Peers:
         if isinstance(stored, Failed):
             raise FailedError(f"node {node!r}: {stored.reason}")
         return min(stored.count, len(infos))
-
-
-def first_reply(connection: Connection, request: Any, kind: Any, deadline: Deadline) -> Any:
-    """Sends a request and receives the first answer to it, or Failed.
-
-    Raises:
-        StaleError: If the connection had been closed while it lay idle.
-        StoreError: Otherwise as send_frame and recv_frame.
-    """
-    try:
-        send_frame(connection.sock, request, deadline)
-        return recv_frame(connection.sock, kind | Failed, deadline)
-    except StoreUnavailableError as error:
-        if connection.is_used and not deadline.is_over:
-            raise StaleError(str(error)) from error
-        raise

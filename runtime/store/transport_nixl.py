@@ -31,7 +31,7 @@ import structlog
 from runtime.store.blocks import BlockInfo, checksum
 from runtime.store.deadline import Deadline
 from runtime.store.errors import DeadlineError, StoreError, StoreSetupError, StoreUnavailableError
-from runtime.store.peer_client import FailedError, Peers, first_reply
+from runtime.store.peer_client import Peers
 from runtime.store.peer_connections import Connection
 from runtime.store.peer_identity import NodeIdentity
 from runtime.store.peer_messages import (
@@ -46,6 +46,7 @@ from runtime.store.peer_messages import (
     Opened,
     check_info,
 )
+from runtime.store.peer_requests import FailedError, first_reply
 from runtime.store.transport_landing import LandingMemory, Span, address_of
 from runtime.store.wire import FrameError, recv_frame, send_frame
 
