@@ -183,7 +183,7 @@ class RankedBlocks:
             block = blocks.get(key)
             if block is None or key in self._waiting or not self._may_go(key):
                 heapq.heappop(heap)
-            elif block.entry is not entry:
+            elif block.entry is not entry and block.entry != entry:
                 if entry < block.entry:
                     heapq.heapreplace(heap, block.entry)
                 else:  # its rank fell: the lower entry was met before
