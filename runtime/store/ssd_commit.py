@@ -110,6 +110,8 @@ class Committer:
                 self._is_reaping = False
                 if not jobs and self._is_stopped:
                     return
+                if not jobs and self._health.is_degraded:
+                    continue  # the next write that is tried sees to it
             try:
                 with self._log.lock:
                     self._batch(jobs)
@@ -124,6 +126,8 @@ class Committer:
     def _batch(self, jobs: Sequence[_Job]) -> None:
         fresh: dict[bytes, tuple[_Job, Place]] = {}
         error: Exception | None = None
+        if self._ledger.dead():
+            self._log.commit([])  # on a full disk this is where room comes from
         for job in jobs:
             try:
                 self._append(job, fresh, is_readonly=error is not None)

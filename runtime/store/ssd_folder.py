@@ -59,7 +59,7 @@ def claim(path: Path) -> SsdFolder:
             or version is another one.
     """
     try:
-        path.mkdir(parents=True, exist_ok=True)
+        path.mkdir(mode=0o700, parents=True, exist_ok=True)
         lock = os.open(path / "lock", os.O_RDWR | os.O_CREAT, 0o600)
     except OSError as error:
         raise StoreSetupError(f"{path}: cannot be used as SSD folder: {_said(error)}") from error

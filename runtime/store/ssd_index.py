@@ -15,7 +15,6 @@ from pathlib import Path
 
 import lmdb
 
-from runtime.store.blocks import BlockInfo
 from runtime.store.errors import StoreSetupError
 from runtime.store.ssd_index_probe import DAMAGED
 from runtime.store.ssd_layout import Place, pack_record, unpack_record
@@ -105,18 +104,18 @@ class BlockIndex:
             lmdb.Error: If the index is damaged.
         """
         places: list[Place] = []
-        shared: dict[bytes, bytes] = {}  # a parent or region is another block's key: keep one
+        shared: dict[bytes, bytes] = {}
         bad = 0
         next_segment = 0
         for key, value in self._items():
             if key == _NEXT_SEGMENT:
                 next_segment = int.from_bytes(value, "little")
                 continue
-            place = unpack_record(self._store, value)
+            place = unpack_record(self._store, value, shared)
             if place is None or place.info.key != key:
                 bad += 1
             else:
-                places.append(_with_shared(place, shared))
+                places.append(place)
         return places, bad, next_segment
 
     def _items(self) -> Iterator[tuple[bytes, bytes]]:
@@ -159,21 +158,3 @@ class BlockIndex:
         environment, self._environment = self._environment, None
         if environment is not None:
             environment.close()
-
-
-def _with_shared(place: Place, shared: dict[bytes, bytes]) -> Place:
-    info = place.info
-    return Place(
-        place.segment,
-        place.offset,
-        BlockInfo(
-            shared.setdefault(info.key, info.key),
-            shared.setdefault(info.parent, info.parent),
-            shared.setdefault(info.region, info.region),
-            info.index,
-            info.depth,
-            info.length,
-            info.crc,
-            shared.setdefault(info.tenant, info.tenant),
-        ),
-    )

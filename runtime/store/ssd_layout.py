@@ -29,7 +29,8 @@ _RECORD_MAGIC = b"PTSR"
 # magic, version, lengths of parent and tenant, store, segment, offset, key, parent, region, tenant,
 # index, depth, length, CRC of the data
 _RECORD = struct.Struct("<4sHBB16sQQ32s32s32s32sIIQI")
-HEADER_BYTES = _RECORD.size + _CRC.size
+_WHOLE = struct.Struct(_RECORD.format + "I")  # and its own CRC
+HEADER_BYTES = _WHOLE.size
 _U32 = 1 << 32
 
 Buffer = bytes | bytearray | memoryview
@@ -108,21 +109,32 @@ def pack_record(store: bytes, place: Place) -> bytes:
     return head + _CRC.pack(checksum(head))
 
 
-def unpack_record(store: bytes, header: Buffer) -> Place | None:
-    """What a record header says; None if it is damaged, of another version or of another store."""
+def unpack_record(
+    store: bytes, header: Buffer, shared: dict[bytes, bytes] | None = None
+) -> Place | None:
+    """What a record header says; None if it is damaged, of another version or of another store.
+
+    Args:
+        store: Id of the store that must have written it.
+        header: At least ``HEADER_BYTES`` bytes.
+        shared: Byte strings met before: the parent or region of one block is the key of another,
+            and is kept once.
+    """
     if len(header) < HEADER_BYTES:
         return None
-    fields = _RECORD.unpack_from(header)
+    fields = _WHOLE.unpack_from(header)
     magic, version, parent_bytes, tenant_bytes, owner, segment, offset = fields[:7]
     if magic != _RECORD_MAGIC or version != VERSION or owner != store:
         return None
-    if checksum(header[: _RECORD.size]) != _CRC.unpack_from(header, _RECORD.size)[0]:
+    if checksum(memoryview(header)[: _RECORD.size]) != fields[-1]:
         return None
-    key, parent, region, tenant, index, depth, length, crc = fields[7:]
-    info = BlockInfo(
-        key, parent[:parent_bytes], region, index, depth, length, crc, tenant[:tenant_bytes]
-    )
-    return Place(segment, offset, info)
+    key, parent, region, tenant, index, depth, length, crc, _ = fields[7:]
+    parent, tenant = parent[:parent_bytes], tenant[:tenant_bytes]
+    if shared is not None:
+        once = shared.setdefault
+        key, parent = once(key, key), once(parent, parent)
+        region, tenant = once(region, region), once(tenant, tenant)
+    return Place(segment, offset, BlockInfo(key, parent, region, index, depth, length, crc, tenant))
 
 
 def pack_segment(store: bytes, segment: int) -> bytes:

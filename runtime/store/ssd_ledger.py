@@ -111,8 +111,9 @@ class Ledger:
 
     def load(self, places: Iterable[Place]) -> None:
         """Records found on opening."""
-        for place in places:
-            self._put(place)
+        with self._lock:
+            for place in places:
+                self._put(place)
 
     def publish(
         self, place: Place, *, replaces: Place | None = None, is_wanted: bool = True
@@ -198,9 +199,10 @@ class Ledger:
             return {s: (state.file_bytes, state.live_bytes) for s, state in self._segments.items()}
 
     def _put(self, place: Place) -> None:
+        size = place.size_bytes
         self._places[place.info.key] = place
-        self._segments[place.segment].live_bytes += place.size_bytes
-        self._live_bytes += place.size_bytes
+        self._segments[place.segment].live_bytes += size
+        self._live_bytes += size
 
     def _drop(self, key: bytes) -> None:
         place = self._places.pop(key, None)

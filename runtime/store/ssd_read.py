@@ -18,7 +18,7 @@ from runtime.store.ssd_layout import (
 from runtime.store.ssd_segments import SegmentFiles
 
 # A piece is checked while it is still in the core's cache.
-PIECE_BYTES = 1 << 20
+PIECE_BYTES = 512 << 10
 
 _DAMAGE = (errno.EIO, errno.EBADMSG, errno.EILSEQ)
 
@@ -67,7 +67,7 @@ def _read(
     data: memoryview,
     deadline: Deadline,
 ) -> Fault | None:
-    files.will_need(descriptor, place.offset, place.size_bytes)
+    files.read_ahead(descriptor)
     header = bytearray(PAGE_BYTES)
     crc = 0
     filled = 0

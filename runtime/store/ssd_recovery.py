@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from contextlib import suppress
 
 import lmdb
@@ -37,18 +37,19 @@ def recover(
     next_segment = max(next_segment, *(segment + 1 for segment in sizes), 1)
     for segment, size in sizes.items():
         ledger.set_file_bytes(segment, size)
-    whole: dict[bytes, Place] = {}
+    whole: list[Place] = []
+    ends: dict[int, int] = {}
     for place in places:
-        if place.segment not in sizes:
-            tally.add("dropped_missing")
-        elif place.end > sizes[place.segment]:
-            tally.add("dropped_torn")
+        segment, end = place.segment, place.end
+        if end <= sizes.get(segment, -1):
+            whole.append(place)
+            if end > ends.get(segment, 0):
+                ends[segment] = end
         else:
-            whole[place.info.key] = place
-            continue
-        ledger.doubt([place.info.key])
-    ledger.load(whole.values())
-    _cut(files, ledger, tally, sizes, whole.values())
+            tally.add("dropped_torn" if segment in sizes else "dropped_missing")
+            ledger.doubt([place.info.key])
+    ledger.load(whole)
+    _cut(files, ledger, tally, sizes, ends)
     return next_segment
 
 
@@ -57,11 +58,8 @@ def _cut(
     ledger: Ledger,
     tally: Tally,
     sizes: dict[int, int],
-    places: Iterable[Place],
+    ends: dict[int, int],
 ) -> None:
-    ends: dict[int, int] = {}
-    for place in places:
-        ends[place.segment] = max(ends.get(place.segment, 0), place.end)
     for segment, size in sizes.items():
         end = ends.get(segment)
         if end == size:

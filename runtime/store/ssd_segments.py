@@ -60,9 +60,9 @@ class SegmentFiles:
         """Fill buffers; the number of bytes read, 0 at the end of the file."""
         return os.preadv(descriptor, buffers, offset)
 
-    def will_need(self, descriptor: int, offset: int, length: int) -> None:
-        """Start reading a range from disk."""
-        os.posix_fadvise(descriptor, offset, length, os.POSIX_FADV_WILLNEED)
+    def read_ahead(self, descriptor: int) -> None:
+        """Have the system read ahead of reads in order (asking for the whole range was slower)."""
+        os.posix_fadvise(descriptor, 0, 0, os.POSIX_FADV_SEQUENTIAL)
 
     def forget_cached(self, descriptor: int, offset: int, length: int) -> None:
         """Give the page cache of a range back: the store has its own memory for what is hot."""

@@ -130,6 +130,7 @@ class SsdTierAgainstADictionary(RuleBasedStateMachine):
         self.disk = Disk()
         self.sure: set[int] = set()
         self.maybe: set[int] = set()
+        self.damaged: set[int] = set()  # and nobody has noticed yet
         self.tier = self.opened()
 
     def opened(self) -> SsdTier:
@@ -143,8 +144,9 @@ class SsdTierAgainstADictionary(RuleBasedStateMachine):
 
     @rule(numbers=NUMBERS)
     def write(self, numbers: list[int]) -> None:
+        self.damaged &= {info.depth for info in self.tier.entries()}
         durable = self.tier.write([block(n) for n in numbers], soon())
-        self.sure |= set(numbers[:durable])
+        self.sure |= set(numbers[:durable]) - self.damaged
         self.maybe |= set(numbers[durable:])
 
     @rule(numbers=NUMBERS)
@@ -186,7 +188,8 @@ class SsdTierAgainstADictionary(RuleBasedStateMachine):
         number = data.draw(st.sampled_from(sorted(self.sure)))
         place = self.tier._ledger.get(block(number)[0].key)
         assert place is not None
-        offset = data.draw(st.integers(0, 200)) + data.draw(st.sampled_from([0, PAGE_BYTES]))
+        start = PAGE_BYTES if place.info.length and data.draw(st.booleans()) else 0
+        offset = start + data.draw(st.integers(0, 200))
         path = self.root / str(self.lives) / "segments" / f"{place.segment:016d}.seg"
         with path.open("r+b") as stream:
             stream.seek(place.offset + offset)
@@ -196,6 +199,7 @@ class SsdTierAgainstADictionary(RuleBasedStateMachine):
                 stream.write(bytes([byte[0] ^ 4]))
         self.sure.discard(number)
         self.maybe.add(number)
+        self.damaged.add(number)
 
     @rule()
     def restart(self) -> None:
