@@ -117,7 +117,10 @@ def _label_left(
         axes.annotate(
             name, (x, heights[name]), xytext=(x / LABEL_DISTANCE, place), ha="right", va="center",
             fontsize=8.5, color=style[name][0],
-            arrowprops={"arrowstyle": "-", "color": style[name][0], "lw": 0.5, "alpha": 0.6},
+            arrowprops={
+                "arrowstyle": "-", "color": style[name][0], "lw": 0.6, "alpha": 0.6,
+                "relpos": (1.0, 0.5), "shrinkA": 1,
+            },
         )  # fmt: skip
 
 
