@@ -24,7 +24,7 @@ from numpy.typing import NDArray
 NUM_BINS = 40
 FIRST_EDGE_S = 0.5
 PRIOR_HAZARD = 0.3  # of a wait of age a: PRIOR_HAZARD / (a + 1 s) per second
-PRIOR_WEIGHT = 4.0  # waits that the prior counts for in every bin
+PRIOR_WEIGHT = 20.0  # waits that the prior counts for in every bin
 DECAY = 0.9
 MAX_COHORTS = 64
 
