@@ -6,6 +6,7 @@ The pool is bounded and every wait for it has a deadline. Nothing here knows wha
 from __future__ import annotations
 
 import threading
+from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any, Protocol
 
@@ -99,6 +100,45 @@ class TorchDevice:
             event = cuda.Event()
             event.record(self.stream)
         return _Synchronized(event)
+
+
+class CupyDevice:
+    """A CUDA device as CuPy sees it, for arrays of any library that share memory with CuPy.
+
+    Copies run on a stream of their own, after what the caller's CuPy stream had queued.
+    """
+
+    def __init__(self) -> None:
+        import cupy
+
+        self._cupy: Any = cupy
+        self.stream = cupy.cuda.Stream(non_blocking=True)
+
+    def pinned(self, num_bytes: int) -> NDArray[np.uint8]:
+        """Page-locked memory; freed with the array."""
+        memory = self._cupy.cuda.alloc_pinned_memory(num_bytes)
+        return np.frombuffer(memory, np.uint8, num_bytes)
+
+    def to_host(self, tensor: Any, buffer: NDArray[np.uint8]) -> CopyEvent:
+        """Queue the copy on the stream of copies."""
+        source = self._bytes(tensor)
+        return self._queue(lambda: source.get(stream=self.stream, out=buffer, blocking=False))
+
+    def to_device(self, buffer: NDArray[np.uint8], tensor: Any) -> CopyEvent:
+        """Queue the copy on the stream of copies."""
+        target = self._bytes(tensor)
+        return self._queue(lambda: target.set(buffer, stream=self.stream))
+
+    def _bytes(self, tensor: Any) -> Any:
+        has_interface = hasattr(tensor, "__cuda_array_interface__")
+        cupy = self._cupy
+        array = cupy.asarray(tensor) if has_interface else cupy.from_dlpack(tensor)
+        return array.reshape(-1).view(cupy.uint8)
+
+    def _queue(self, copy: Callable[[], Any]) -> CopyEvent:
+        self.stream.wait_event(self._cupy.cuda.get_current_stream().record())
+        copy()
+        return _Synchronized(self.stream.record())
 
 
 class _Synchronized:

@@ -102,7 +102,7 @@ class GuardedStore:
             if not was_suspended:
                 logger.warning(
                     "prefix store failed to %s (%s); requests are computed without it, "
-                    "next attempt in %.0f s",
+                    "next attempt in %.1f s",
                     doing,
                     error,
                     self._pause_s,

@@ -155,7 +155,9 @@ class StoreScheduler:
         chain = self._chains.get(request.request_id)
         if chain is None:
             return
-        chain.ordered, chain.is_fresh = None, True
+        chain.is_fresh = True
+        if chain.lookup is not None:
+            chain.ordered = None
         if external_tokens > 0:
             self._pending.loads[request.request_id] = external_tokens
             self._counts.add("lookup_hit_tokens", external_tokens)
@@ -197,7 +199,7 @@ class StoreScheduler:
                 if not failed.isdisjoint(block):
                     # Asked again, the store might promise and fail again, for ever.
                     chain.may_load = False
-                    chain.ordered = first + i
+                    chain.ordered, chain.lookup = first + i, None
                     break
 
     def finished(self, request: Any, pages: Sequence[int]) -> bool:

@@ -138,6 +138,10 @@ class StoreWorker:
         failed, self._failed_pages = self._failed_pages, set()
         return failed
 
+    def drain(self) -> None:
+        """Wait until what was copied out so far was handed to the store."""
+        self._saver.submit(lambda: None).result()
+
     def close(self) -> None:
         """Let running copies end, store what was copied, start nothing more."""
         for load in self._loads.values():
@@ -182,6 +186,10 @@ class StoreWorker:
         if request.is_given_up or end > len(request.keys):
             return
         first = order.first if request.unsaved is None else request.unsaved
+        if self._store.is_suspended:
+            request.unsaved = first
+            self._counts.add("unsaved_error", len(order.pages))
+            return
         request.unsaved = None
         most = max(1, self._staging.capacity_bytes // CHUNKS // self._blocks.block_bytes)
         while first < end:
