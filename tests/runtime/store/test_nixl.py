@@ -104,12 +104,11 @@ def _own(port: int, incarnation: int, ports: Any, orders: Any, answers: Any) -> 
     server = PeerServer("127.0.0.1", port, node, identity, memory=transport)
     server.start()
     ports.put(server.port)
-    while (order := orders.get(timeout=120)) != "stop":
+    while True:
+        order = orders.get(timeout=300)
         if order == "damage" or order == "mend":
             arena[2 * BLOCK_BYTES + 77] ^= 1
         answers.put((node.leases, server.counters.snapshot()))
-    server.stop()
-    transport.close()
 
 
 class Owner:
@@ -121,7 +120,7 @@ class Owner:
             daemon=True,
         )  # fmt: skip
         self.process.start()
-        self.port: int = ports.get(timeout=60)
+        self.port: int = ports.get(timeout=120)
 
     def ask(self, order: str) -> tuple[int, dict[str, int]]:
         self.orders.put(order)
@@ -129,14 +128,11 @@ class Owner:
         return answer
 
     def close(self) -> None:
-        if self.process.is_alive():
-            self.orders.put("stop")
-            self.process.join(WAIT_S)
         self.process.kill()
         self.process.join(WAIT_S)
 
 
-@pytest.fixture
+@pytest.fixture(scope="module")
 def owner() -> Iterator[Owner]:
     owner = Owner()
     yield owner
