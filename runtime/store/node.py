@@ -122,7 +122,7 @@ class StoreNode:
         )
         self._on_change: OnChange = lambda added, removed: None
         self.pool_counters: Callable[[], Mapping[str, int]] = dict
-        self._recover()
+        unsaved = self._recover()
         self._holders = itertools.count(1)
         self._executor = ThreadPoolExecutor(8, thread_name_prefix="store-fetch")
         self._cleanup.callback(self._executor.shutdown)
@@ -134,6 +134,7 @@ class StoreNode:
             on_error=self._failed,
             on_drop=lambda count: counters.add("flushes_dropped", count),
         )
+        self.queue_flush(unsaved)
         self._sender: Background[RegionToSend] | None = None
         self._loader = Loader(self.state, self._executor, None, self.queue_flush)
         self._writer = Writer(self.state, self.queue_flush, self._queue_send)
@@ -150,7 +151,8 @@ class StoreNode:
     def _close_arena(self) -> None:
         self.arena.close(is_removed=not self.config.is_arena_kept)
 
-    def _recover(self) -> None:
+    def _recover(self) -> list[bytes]:
+        """Take over what is there; own blocks that an earlier start had not yet written to SSD."""
         state = self.state
         now = state.now()
         with state.lock:
@@ -160,13 +162,17 @@ class StoreNode:
                 infos = [room.info for room in rooms if room.is_owned == is_owned]
                 state.hold(infos, "memory", is_owned=is_owned)
             if state.ssd is None:
-                return
+                return []
             entries = sorted(state.ssd.entries(), key=lambda info: (info.depth, info.key))
             kept = state.policy.recover([self._on_ssd(i) for i in entries], "ssd", now=now)
             state.counters.add("blocks_recovered_on_ssd", kept)
             state.hold(entries[:kept], "ssd", is_owned=True)
             if kept < len(entries):
                 state.ssd.remove([info.key for info in entries[kept:]])
+            if state.config.flush != "on_commit":
+                return []
+            owned = (room.info.key for room in rooms if room.is_owned)
+            return [key for key in owned if not state.policy.on_ssd(key)]
 
     def _on_ssd(self, info: BlockInfo) -> NewBlock:
         return NewBlock(
