@@ -191,8 +191,8 @@ class PrefixCluster:
             env.process(self._fetch(place, node, count, share=1.0 - overlap, is_first=True))
             for node, count in sources.remote.items()
         ]
-        if sources.ssd:
-            first.append(env.process(self._read_ssd(place.node, sources.ssd)))
+        if sources.ssd_positions:
+            first.append(env.process(self._read_ssd(place.node, len(sources.ssd_positions))))
         if first:
             yield env.all_of(first)
         rest: list[simpy.Event] = [
@@ -202,10 +202,11 @@ class PrefixCluster:
         ]
         rest.append(self._network.to_device(place.gpu, sources.num_blocks * size))
         yield env.all_of(rest)
-        if sources.remote_positions:
-            room = pool.reserve_copies(
-                place.node, request.prompt, sources.remote_positions, now=env.now
-            )
+        prompt, node = request.prompt, place.node
+        for room in (
+            pool.reserve_reread(node, prompt, sources.ssd_positions, now=env.now),
+            pool.reserve_copies(node, prompt, sources.remote_positions, now=env.now),
+        ):
             if room is not None:
                 self._commit(pool, room)
 

@@ -27,21 +27,21 @@ class LoadSources:
         until: Leading blocks that are there after the load; ``first`` where nothing is loaded.
         tiers: [until - first] memory, replica, remote or ssd.
         remote: Other node -> blocks from its memory and from its SSD.
-        ssd: Blocks from the node's own SSD.
         remote_positions: Blocks that came over the network, by position in the prompt.
+        ssd_positions: Those from the own SSD.
     """
 
     first: int
     until: int
     tiers: tuple[str, ...]
     remote: Mapping[str, tuple[int, int]]
-    ssd: int
     remote_positions: tuple[int, ...]
+    ssd_positions: tuple[int, ...]
 
     @classmethod
     def nothing(cls, first: int) -> LoadSources:
         """No load."""
-        return cls(first, first, (), {}, 0, ())
+        return cls(first, first, (), {}, (), ())
 
     @property
     def num_blocks(self) -> int:
@@ -80,6 +80,8 @@ def load_sources(pool: StorePool, node: str, chain: Sequence[Key], own: int) -> 
         until=own + plan.wanted,
         tiers=tuple(_TIER_OF_SOURCE[way.source] for way in plan.ways),
         remote=remote,
-        ssd=sum(way.source == "ssd" for way in plan.ways),
         remote_positions=tuple(positions),
+        ssd_positions=tuple(
+            position for position, way in enumerate(plan.ways, start=own) if way.source == "ssd"
+        ),
     )

@@ -69,6 +69,7 @@ class PoolCounts:
 
     Attributes:
         stored, replicated: Given room as owned blocks and as copies.
+        reread: Back in a memory after a read from SSD.
         busy: Not stored because another writer was storing the same blocks.
         refused: Not stored for want of room.
         dropped, lost: Given up by a memory, and those of them that no node holds any longer.
@@ -77,6 +78,7 @@ class PoolCounts:
 
     stored: int = 0
     replicated: int = 0
+    reread: int = 0
     busy: int = 0
     refused: int = 0
     dropped: int = 0
@@ -167,47 +169,53 @@ class StorePool:
         if policy.is_reserved(region):
             self.counts.busy += len(chain) - first
             return None
-        return self._reserve(owner, chain, range(first, len(chain)), region, True, now)
+        new = [i for i in range(first, len(chain)) if chain[i] not in self.directory]
+        room = self._reserve(owner, chain, new, True, now)
+        admitted = 0 if room is None else len(room.blocks)
+        self.counts.stored += admitted
+        self.counts.refused += len(new) - admitted
+        return room
 
     def reserve_copies(
         self, node: str, chain: Sequence[Key], positions: Sequence[int], *, now: float
     ) -> Room | None:
-        """Room for copies of those blocks of the chain that the node does not hold yet."""
-        policy = self.policies[node]
-        if not positions or policy.settings.replicas == "none":
+        """Room for copies of those blocks of the chain that the node does not hold in memory."""
+        if self.policies[node].settings.replicas == "none":
             return None
-        return self._reserve(node, chain, positions, chain[positions[0]], False, now)
+        room = self._reserve(node, chain, positions, False, now)
+        self.counts.replicated += 0 if room is None else len(room.blocks)
+        return room
+
+    def reserve_reread(
+        self, node: str, chain: Sequence[Key], positions: Sequence[int], *, now: float
+    ) -> Room | None:
+        """Room in memory for blocks that the node has read from its own SSD."""
+        room = self._reserve(node, chain, positions, True, now)
+        self.counts.reread += 0 if room is None else len(room.blocks)
+        return room
 
     def _reserve(
         self,
         node: str,
         chain: Sequence[Key],
         positions: Sequence[int],
-        region: Key,
         is_owned: bool,
         now: float,
     ) -> Room | None:
-        policy, directory = self.policies[node], self.directory
+        policy = self.policies[node]
         blocks = [
             NewBlock(chain[i], chain[i - 1] if i else None, i, self.block_bytes, is_owned)
             for i in positions
-            if policy.in_memory(chain[i]) is None
-            and not policy.is_reserved(chain[i])
-            and not (is_owned and chain[i] in directory)
+            if policy.in_memory(chain[i]) is None and not policy.is_reserved(chain[i])
         ]
         if not blocks:
             return None
         orders = policy.reserve(blocks, pinned=dict.fromkeys(chain), now=now)
         for victim in orders.victims:
             self._gone(node, victim, now)
-        if is_owned:
-            self.counts.stored += orders.admitted
-            self.counts.refused += len(blocks) - orders.admitted
-        else:
-            self.counts.replicated += orders.admitted
         if orders.admitted == 0:
             return None
-        return Room(node, tuple(blocks[: orders.admitted]), region, is_owned)
+        return Room(node, tuple(blocks[: orders.admitted]), blocks[0].key, is_owned)
 
     def commit(self, room: Room, *, now: float) -> tuple[Key, ...]:
         """The bytes are there: everybody may read the blocks now.

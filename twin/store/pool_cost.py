@@ -134,8 +134,10 @@ def _read(
             sums["fetch_s"] += block_bytes / costs.ssd.bytes_per_s
         sums["ssd" if is_ssd else "remote" if is_remote else "local"] += 1
     sums["fetch_s"] += len(plan.remote) * costs.remote.request_s
-    positions = [i for i, way in enumerate(plan.ways) if way.node != node]
-    _commit(pool, pool.reserve_copies(node, chain, positions, now=now), now)
+    on_ssd = [i for i, way in enumerate(plan.ways) if way.source == "ssd"]
+    _commit(pool, pool.reserve_reread(node, chain, on_ssd, now=now), now)
+    away = [i for i, way in enumerate(plan.ways) if way.node != node]
+    _commit(pool, pool.reserve_copies(node, chain, away, now=now), now)
     return plan.wanted
 
 

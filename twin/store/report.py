@@ -67,7 +67,7 @@ def deployment_table(summary: Mapping[str, Any], plain: bool) -> Table:
         "links",
         f"to device {_speed(links['host_to_device_bytes_per_s'])}, network "
         f"{_speed(links['client_bytes_per_s'])} a GPU and {_speed(links['nic_bytes_per_s'])} a "
-        f"node, SSD {_speed(links['ssd_bytes_per_s'])}, request {duration(links['rpc_s'], 2)}",
+        f"node, SSD {_speed(links['ssd_bytes_per_s'])}, request {duration(links['rpc_s'], 3)}",
     )
     table.add_row("routing", f"{d['routing']}; owner of a region by {d['owners']}")
     for mode in summary["modes"]:
@@ -114,7 +114,7 @@ def _mode_text(mode: Mapping[str, Any]) -> str:
         store["eviction"],
         replicas,
         "fetches or computes, whatever is cheaper" if mode["may_recompute"] else "always loads",
-        f"lookup {duration(mode['lookup_s'], 2)}",
+        f"lookup {duration(mode['lookup_s'], 3)}",
     ]
     if mode["overlap"]:
         parts.append(f"{percent(mode['overlap'], 0)} of the network behind the copy")
@@ -131,6 +131,26 @@ def answer_lines(summary: Mapping[str, Any]) -> list[str]:
         times = [f"{row['label']} {_mean(row) / _mean(best):.2f} times" for row in others]
         lines.append(f"{text}; {', '.join(times)} as long." if times else f"{text}.")
     return lines
+
+
+class _Rows:
+    """The rows of a table over systems: a column of streams only where there are several."""
+
+    def __init__(self, summary: Mapping[str, Any], title: str, plain: bool, *columns: str) -> None:
+        streams = list(dict.fromkeys(row["stream"] for row in summary["rows"]))
+        self._has_streams = len(streams) > 1
+        first = ("requests", "system") if self._has_streams else ("system",)
+        self.table = new_table(title, plain, *first, *columns)
+        if self._has_streams:
+            self.table.columns[1].justify = "left"
+        self._before: str | None = None
+
+    def add(self, row: Mapping[str, Any], *cells: str) -> None:
+        first = [row["label"]]
+        if self._has_streams:
+            first.insert(0, "" if row["stream"] == self._before else row["stream"])
+        self.table.add_row(*(Text(name) for name in first), *cells)
+        self._before = row["stream"]
 
 
 def _mean(row: Mapping[str, Any]) -> float:
@@ -151,48 +171,30 @@ def _interval(estimate: Mapping[str, Any]) -> str:
 
 def latency_table(summary: Mapping[str, Any], plain: bool) -> Table:
     """Time to first token by system and stream."""
-    table = new_table(
-        "Time to first token, milliseconds",
-        plain,
-        *("requests", "system", "mean", "p50", "p90", "p99", "load", "queue", "prefill", "vs GPU"),
-    )
-    table.columns[1].justify = "left"
-    before = None
+    columns = ("mean", "p50", "p90", "p99", "load", "queue", "prefill", "vs GPU")
+    rows = _Rows(summary, "Time to first token, milliseconds", plain, *columns)
     for row in summary["rows"]:
-        ttft = row["ttft_s"]
         gap = row.get("local_prefix_less_this")
         verdict = (
             "" if gap is None else gap["verdict"] or ("faster" if gap["mean_s"] > 0 else "slower")
         )
-        table.add_row(
-            Text("" if row["stream"] == before else row["stream"]),
-            row["label"],
-            *(_interval(ttft[name]) for name in ("mean", "p50", "p90", "p99")),
+        rows.add(
+            row,
+            *(_interval(row["ttft_s"][name]) for name in ("mean", "p50", "p90", "p99")),
             *(f"{MILLI * row[name]:,.1f}" for name in ("load_s", "queue_s", "prefill_s")),
             verdict,
         )
-        before = row["stream"]
-    return table
+    return rows.table
 
 
 def tier_table(summary: Mapping[str, Any], plain: bool) -> Table:
     """Where the tokens of prompts came from."""
-    table = new_table(
-        "Tokens of prompts by where they came from", plain, "requests", "system", "hit rate"
-    )
-    table.columns[1].justify = "left"
-    for title in TIER_TITLES.values():
-        table.add_column(title, justify="right")
-    before = None
+    title = "Tokens of prompts by where they came from"
+    rows = _Rows(summary, title, plain, "hit rate", *TIER_TITLES.values())
     for row in summary["rows"]:
-        table.add_row(
-            Text("" if row["stream"] == before else row["stream"]),
-            row["label"],
-            percent(row["hit_rate"], 1),
-            *(_share(row["token_shares"][tier]) for tier in TIER_TITLES),
-        )
-        before = row["stream"]
-    return table
+        shares = (_share(row["token_shares"][tier]) for tier in TIER_TITLES)
+        rows.add(row, percent(row["hit_rate"], 1), *shares)
+    return rows.table
 
 
 def _share(share: float) -> str:
@@ -201,24 +203,15 @@ def _share(share: float) -> str:
 
 def link_table(summary: Mapping[str, Any], plain: bool) -> Table:
     """Bytes over each kind of link and how full its fullest link was."""
-    table = new_table(
-        "GB over links (utilization of the fullest of them)", plain, "requests", "system"
-    )
-    table.columns[1].justify = "left"
     kinds = {"network in": "network", "to device": "to device", "from device": "from device"}
     kinds |= {"SSD": "SSD"}
-    for title in kinds.values():
-        table.add_column(title, justify="right")
-    before = None
+    rows = _Rows(
+        summary, "GB over links (utilization of the fullest of them)", plain, *kinds.values()
+    )
     for row in summary["rows"]:
         if row["blocks"]:
-            table.add_row(
-                Text("" if row["stream"] == before else row["stream"]),
-                row["label"],
-                *(_link(row["links"][kind]) for kind in kinds),
-            )
-            before = row["stream"]
-    return table
+            rows.add(row, *(_link(row["links"][kind]) for kind in kinds))
+    return rows.table
 
 
 def _link(link: Mapping[str, float]) -> str:
