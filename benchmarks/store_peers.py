@@ -4,9 +4,9 @@
 
 Each peer lives in an environment of its own (``pip install lmcache``; ``pip install
 mooncake-transfer-engine-non-cuda``, which needs libibverbs1); give its interpreter. One process
-per system and round, rounds interleaved; every process measures memcpy too, and its share of that is
-compared. Reads are into the caller's buffers (one copy); ours are checked by CRC32C, the
-peers' are not. LMCache runs in the caller's process; ours and Mooncake's have a server beside it.
+per system and round, rounds interleaved; every process measures memcpy too, and shares of it are
+compared. Reads are into the caller's buffers (one copy); ours are checked by CRC32C, the peers' are
+not. LMCache runs in the caller's process; ours and Mooncake's have a server beside it.
 """
 
 from __future__ import annotations
