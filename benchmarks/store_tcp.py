@@ -5,7 +5,8 @@
 Two server processes on loopback hold blocks in memory. Each round asks, in turn and on connections
 that stay open, for 64 MiB: raw (``sendall`` against ``recv_into`` of the whole), a fetch with and
 without checksums, a put with checksums; then for 64 MiB of each of both servers at once. Shown:
-median and quartiles of GB/s over the rounds, and medians of the ratio to raw within a round.
+median and quartiles of GB/s over the rounds, the best round, and the median of the ratio to raw
+within a round; then how long a ping takes.
 """
 
 import multiprocessing
@@ -209,6 +210,10 @@ def measure(block_bytes: int, rounds: int) -> None:
             f"  {name:20} {middle:6.2f} GB/s ({low:.2f} to {high:.2f}), best {max(values):.2f},"
             f" {share:.2f} of raw"
         )
+    waits_s = sorted(seconds(lambda: peers.ping("one", Deadline.after(WAIT_S))) for _ in range(500))
+    print(
+        f"  one ping             p50 {waits_s[250] * 1e6:.0f} us, p99 {waits_s[495] * 1e6:.0f} us"
+    )
     for sock in raws.values():
         sock.close()
     stop.set()

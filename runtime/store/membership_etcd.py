@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import json
 import threading
+import time
 from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any, Final
@@ -20,6 +21,7 @@ import structlog
 from runtime.store.deadline import Deadline
 from runtime.store.errors import StoreSetupError
 from runtime.store.membership import Member
+from runtime.store.peer_faults import Seldom
 
 _log = structlog.get_logger(__name__)
 REQUEST_S: Final = 2.0
@@ -86,6 +88,7 @@ class EtcdRegister:
         self._members: Mapping[str, Member] | None = None
         self._me: Member | None = None
         self._is_reached = True
+        self._seldom = Seldom(600.0)
         self._stop = threading.Event()
         self._thread = threading.Thread(target=self._run, name="etcd", daemon=True)
 
@@ -159,7 +162,8 @@ class EtcdRegister:
                     name, str(entry["host"]), int(entry["port"]), float(entry["weight"])
                 )
             except (ValueError, TypeError, KeyError, StoreSetupError) as error:
-                _log.warning("etcd entry left out", key=key[:200], reason=str(error)[:200])
+                if self._seldom.may_say(key, now=time.monotonic()):
+                    _log.warning("etcd entry left out", key=key[:200], reason=str(error)[:200])
         return dict(sorted(members.items()))
 
 

@@ -28,7 +28,7 @@ class NoConnectionError(StoreError):
     """All connections of this use are taken by other requests; says nothing about the node."""
 
 
-@dataclass(slots=True)
+@dataclass(slots=True, eq=False)
 class Connection:
     """A connection after its handshake.
 

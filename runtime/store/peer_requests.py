@@ -183,8 +183,9 @@ class PeerRequests:
             self.counters.add(
                 "requests_late" if isinstance(error, DeadlineError) else "requests_broken"
             )
+            if not self.suspects.is_suspect(node):
+                _log.warning("node suspected", node=node, reason=str(error))
             self.suspects.failed(node, now=time.monotonic())
-            _log.warning("node suspected", node=node, reason=str(error))
             return False
         self.suspects.clear(node)
         return True

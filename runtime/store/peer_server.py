@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import socket
 import threading
+import time
 from collections.abc import Callable
 from contextlib import suppress
 from dataclasses import dataclass
@@ -21,7 +22,7 @@ from runtime.store.deadline import Deadline
 from runtime.store.errors import DeadlineError, StoreSetupError, StoreUnavailableError
 from runtime.store.peer_answers import AnnouncementReceiver, PeerAnswers, ReadableMemory
 from runtime.store.peer_counters import PeerCounters
-from runtime.store.peer_faults import what_failed
+from runtime.store.peer_faults import Seldom, what_failed
 from runtime.store.peer_handler import PeerHandler
 from runtime.store.peer_identity import (
     Incarnations,
@@ -95,6 +96,7 @@ class PeerServer:
         # Insertion order; the value is the node at the other end, once it is known.
         self._open: dict[socket.socket, tuple[threading.Thread, str, int]] = {}
         self._handshakes = 0
+        self._seldom = Seldom()
         self._is_stopping = False
         self._incarnations.when_newer(self._close_older)
 
@@ -170,10 +172,15 @@ class PeerServer:
             thread = threading.Thread(
                 target=self._serve, args=(sock,), name="peer-serve", daemon=True
             )
+            # Under the lock: stop() joins only threads that were started.
+            try:
+                thread.start()
+            except RuntimeError:  # no more threads to be had
+                self.counters.add("connections_turned_away")
+                close_socket(sock)
+                return
             self._open[sock] = (thread, "", 0)
             self._handshakes += 1
-            # Under the lock: stop() joins only threads that were started.
-            thread.start()
 
     def _serve(self, sock: socket.socket) -> None:
         try:
@@ -184,21 +191,25 @@ class PeerServer:
             pass
         except RefusedError as error:
             self.counters.add("handshakes_refused")
-            _log.warning("peer refused", reason=str(error))
+            self._say("peer refused", reason=str(error))
         except FrameError as error:
             self.counters.add("bad_frames")
-            _log.warning("peer connection closed", reason=str(error))
+            self._say("peer connection closed", reason=str(error))
         except DeadlineError:
             self.counters.add("connections_timed_out")
         except (StoreUnavailableError, OSError):
             self.counters.add("connections_broken")
         except Exception as error:
             self.counters.add("handler_errors")
-            _log.error("peer connection closed by an error of this node", **what_failed(error))
+            self._say("peer connection closed by an error of this node", **what_failed(error))
         finally:
             close_socket(sock)
             with self._lock:
                 self._open.pop(sock, None)
+
+    def _say(self, event: str, **more: str) -> None:
+        if self._seldom.may_say(event + str(more), now=time.monotonic()):
+            _log.warning(event, **more)
 
     def _greet(self, sock: socket.socket) -> tuple[str, int]:
         try:

@@ -24,7 +24,7 @@ import structlog
 from runtime.store.deadline import Deadline
 from runtime.store.errors import StoreError
 from runtime.store.peer_counters import PeerCounters
-from runtime.store.peer_faults import what_failed
+from runtime.store.peer_faults import Seldom, what_failed
 from runtime.store.peer_handler import PeerHandler
 from runtime.store.peer_messages import Announce, Page
 
@@ -69,6 +69,7 @@ class DirectorySync:
         self._streams: dict[str, _Stream] = {}
         self._changed = threading.Condition()
         self._is_closed = False
+        self._seldom = Seldom()
         self._thread = threading.Thread(target=self._run, name="peer-sync", daemon=True)
 
     def start(self) -> None:
@@ -191,7 +192,8 @@ class DirectorySync:
                 reason = ""
             if reason:
                 self._counters.add("directory_readings_broken")
-                _log.info("holdings not read", node=node, reason=reason)
+                if self._seldom.may_say(node + reason, now=time.monotonic()):
+                    _log.info("holdings not read", node=node, reason=reason)
                 with stream.lock:
                     stream.reading = None
                     stream.is_out_of_step = True

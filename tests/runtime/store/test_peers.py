@@ -25,6 +25,7 @@ from runtime.store.errors import StoreError, StoreSetupError
 from runtime.store.peer_announcer import Announcer
 from runtime.store.peer_client import Peers
 from runtime.store.peer_counters import PeerCounters
+from runtime.store.peer_faults import Seldom
 from runtime.store.peer_identity import (
     Incarnations,
     NodeIdentity,
@@ -125,7 +126,7 @@ def test_fetched_blocks_equal_the_stored_ones_and_misses_are_in_their_places(ben
     got = peers.fetch("b", keys, views, soon())
     assert got == [None if one not in held else node.blocks[one][0] for one in keys]
     check(keys, got, views)
-    assert node.leases == 0
+    wait_until(lambda: node.leases == 0)
 
 
 def test_a_block_larger_than_its_destination_is_a_miss_and_the_rest_arrives(bench: Bench) -> None:
@@ -146,7 +147,7 @@ def test_more_keys_than_one_request_may_have_are_fetched_in_parts(bench: Bench) 
     got = bench.peers({"b": server.port}).fetch("b", keys, views, soon())
     assert None not in got
     check(keys, got, views)
-    assert server.counters.snapshot()["requests_fetch"] == 2
+    wait_until(lambda: server.counters.snapshot()["requests_fetch"] == 2)
 
 
 def test_several_owners_are_asked_at_the_same_time(bench: Bench) -> None:
@@ -184,7 +185,7 @@ def test_connections_are_kept_and_shared_by_threads(bench: Bench) -> None:
     for thread in threads:
         thread.join(WAIT_S)
     assert wrong == []
-    assert server.counters.snapshot()["requests_fetch"] == 160
+    wait_until(lambda: server.counters.snapshot()["requests_fetch"] == 160)
     assert len(server._open) <= 4
 
 
@@ -872,6 +873,30 @@ def test_a_slow_node_does_not_hold_up_whoever_announces() -> None:
     assert announcer.last == 100
     gate.set()
     assert announcer.close(soon())
+
+
+def test_a_fault_that_repeats_is_logged_once_a_minute() -> None:
+    seldom = Seldom(60.0)
+    assert [seldom.may_say("a", now=now) for now in (0.0, 1.0, 59.0, 60.0, 61.0)] == [
+        True,
+        False,
+        False,
+        True,
+        False,
+    ]
+    assert seldom.may_say("b", now=61.0)
+
+
+def test_a_stranger_that_keeps_trying_does_not_fill_the_log(
+    bench: Bench, capsys: pytest.CaptureFixture[str]
+) -> None:
+    server = bench.server(InMemoryNode())
+    stranger = bench.peers({"b": server.port}, secret=b"wrong", cluster="other")
+    for _ in range(30):
+        with pytest.raises(RefusedError):
+            stranger.ping("b", soon())
+    wait_until(lambda: server.counters.snapshot()["handshakes_refused"] == 30)
+    assert "".join(capsys.readouterr()).count("peer refused") == 1
 
 
 def test_identity_fields_are_checked() -> None:
