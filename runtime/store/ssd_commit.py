@@ -184,7 +184,8 @@ class Committer:
     def _settle(self, fresh: dict[bytes, tuple[_Job, Place]], durable: Sequence[Place]) -> None:
         kept = {place.info.key for place in durable}
         blocks = size = 0
-        with self._condition:  # nobody leaves while their blocks become visible
+        # Whoever leaves before this gets nothing, whoever leaves after it finds all in the ledger.
+        with self._condition:
             for key, (job, place) in fresh.items():
                 if key not in kept:
                     self._ledger.withdraw(place)
@@ -195,8 +196,6 @@ class Committer:
                     continue
                 blocks += 1
                 size += place.info.length
-            for job, _ in fresh.values():
-                job.is_done.set()
         self._tally.add("blocks_written", blocks)
         self._tally.add("bytes_written", size)
 
