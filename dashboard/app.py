@@ -26,7 +26,7 @@ STYLE = Path(__file__).with_name("page.css")
 
 def main() -> None:
     """Draw the page once; Streamlit does so on every change."""
-    st.set_page_config(page_title="Serving Twin", layout="wide", initial_sidebar_state=360)
+    st.set_page_config(page_title="Serving Twin", layout="wide", initial_sidebar_state=420)
     st.html(STYLE)
     with st.sidebar:
         st.html('<div class="brand">Serving Twin</div>')
