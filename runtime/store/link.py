@@ -67,7 +67,12 @@ class StoreLink(Protocol):
         ...
 
     def load(
-        self, keys: Sequence[bytes], deadline: Deadline, category: int, is_checked: bool
+        self,
+        keys: Sequence[bytes],
+        deadline: Deadline,
+        category: int,
+        is_checked: bool,
+        tenant: bytes,
     ) -> Offered:
         """Hold the valid leading blocks; not ``is_checked``: the caller checks what it copies."""
         ...

@@ -37,7 +37,12 @@ class LocalLink:
         return self._open_node().lookup(keys)
 
     def load(
-        self, keys: Sequence[bytes], deadline: Deadline, category: int, is_checked: bool
+        self,
+        keys: Sequence[bytes],
+        deadline: Deadline,
+        category: int,
+        is_checked: bool,
+        tenant: bytes,
     ) -> Offered:
         """See ``StoreLink``."""
         offer = self._open_node().load(
@@ -46,6 +51,7 @@ class LocalLink:
             deadline=deadline,
             category=category,
             is_checked=is_checked,
+            tenant=tenant,
         )
         if offer.lease is None:
             return Offered(0, ())

@@ -11,7 +11,7 @@ from msgspec import Meta
 from runtime.store.blocks import KEY_BYTES, BlockInfo
 from runtime.store.wire import FrameError
 
-VERSION: Final = 1
+VERSION: Final = 2
 MAX_BLOCKS: Final = 65_536  # of one chain
 _Keys = Annotated[bytes, Meta(max_length=MAX_BLOCKS * KEY_BYTES)]
 _Lengths = Annotated[list[Annotated[int, Meta(ge=1, lt=2**40)]], Meta(max_length=MAX_BLOCKS)]
@@ -55,6 +55,7 @@ class Load(msgspec.Struct, tag=True, array_like=True):
     left_s: _Seconds
     category: Annotated[int, Meta(ge=0, lt=2**31)]
     is_checked: bool
+    tenant: _Tag
 
 
 class Offer(msgspec.Struct, tag=True, array_like=True):

@@ -235,10 +235,16 @@ class StoreNode:
         deadline: Deadline,
         category: int = 0,
         is_checked: bool = True,
+        tenant: bytes = b"",
     ) -> Offer:
         """Hold the valid leading blocks for a reader; never raises for what is missing."""
         return self._loader.load(
-            keys, holder=holder, deadline=deadline, category=category, is_checked=is_checked
+            keys,
+            holder=holder,
+            deadline=deadline,
+            category=category,
+            is_checked=is_checked,
+            tenant=tenant,
         )
 
     def doubt(self, key: bytes) -> None:

@@ -68,6 +68,7 @@ class Loader:
         deadline: Deadline,
         category: int = 0,
         is_checked: bool = True,
+        tenant: bytes = b"",
     ) -> Offer:
         """Hold the valid leading blocks of a chain for a reader.
 
@@ -78,6 +79,7 @@ class Loader:
             category: Kind of request.
             is_checked: Whether to check blocks that are in memory; else the reader does so while
                 it copies them. Blocks from elsewhere are always checked on arrival.
+            tenant: Whose quota blocks count against that are brought into memory.
         """
         state = self._state
         pinned: list[bytes] = []
@@ -88,7 +90,7 @@ class Loader:
             with state.lock:
                 state.leases.expire(state.now())
                 to_flush = state.policy.read(keys, now=state.now(), category=category).flush
-                sources = choose_sources(state, keys)
+                sources = choose_sources(state, keys, tenant)
                 state.counters.add("lookups")
                 state.counters.add("blocks_asked", len(keys))
                 # Also those on their way are pinned: they may not go again.

@@ -33,12 +33,13 @@ class Source:
     room: Room | None = None
 
 
-def choose_sources(state: NodeState, keys: Sequence[bytes]) -> list[Source]:
+def choose_sources(state: NodeState, keys: Sequence[bytes], tenant: bytes = b"") -> list[Source]:
     """Sources of the leading blocks that are worth loading; under the node's lock.
 
     Args:
         state: Of the node.
         keys: The whole chain.
+        tenant: Whose they are.
 
     Returns:
         One source per block, root first; blocks behind them are not stored, or cheaper computed.
@@ -50,7 +51,7 @@ def choose_sources(state: NodeState, keys: Sequence[bytes]) -> list[Source]:
     sources: list[Source] = []
     seen: dict[bytes, None] = {}
     for depth, copy in enumerate(copies):
-        source = None if copy is None else _source(state, keys, depth, copy)
+        source = None if copy is None else _source(state, keys, depth, copy, tenant)
         if source is None or keys[depth] in seen:  # a chain has no block twice
             break
         seen[keys[depth]] = None
@@ -84,7 +85,9 @@ def _best_copy(state: NodeState, key: bytes) -> Copy | None:
     return fast or next(iter(copies), None)
 
 
-def _source(state: NodeState, keys: Sequence[bytes], depth: int, best: Copy) -> Source | None:
+def _source(
+    state: NodeState, keys: Sequence[bytes], depth: int, best: Copy, tenant: bytes
+) -> Source | None:
     key = keys[depth]
     room = state.memory.get(key)
     if room is not None:
@@ -103,6 +106,7 @@ def _source(state: NodeState, keys: Sequence[bytes], depth: int, best: Copy) -> 
         depth=depth,
         length=held.length,
         crc=0,
+        tenant=tenant,
     )
     if best.node == here:
         return Source(info, "ssd")

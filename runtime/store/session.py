@@ -41,14 +41,16 @@ class StoreSession:
 
     def load(self, token_ids: TokenIds, *, deadline_s: float = 1.0, category: int = 0) -> Found:
         """The valid leading blocks; see ``PrefixStore.load``."""
-        return self.store.load(self.keys(token_ids), deadline_s=deadline_s, category=category)
+        return self.store.load(
+            self.keys(token_ids), deadline_s=deadline_s, category=category, tenant=self.tenant
+        )
 
     def load_into(
         self, token_ids: TokenIds, destinations: Sequence[Buffer], *, deadline_s: float = 1.0
     ) -> int:
         """Copy the valid leading blocks; see ``PrefixStore.load_into``."""
         keys = self.keys(token_ids)[: len(destinations)]
-        return self.store.load_into(keys, destinations, deadline_s=deadline_s)
+        return self.store.load_into(keys, destinations, deadline_s=deadline_s, tenant=self.tenant)
 
     def put(
         self,

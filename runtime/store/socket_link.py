@@ -66,10 +66,17 @@ class SocketLink:
         return self._ask(request, messages.Count, deadline).count
 
     def load(
-        self, keys: Sequence[bytes], deadline: Deadline, category: int, is_checked: bool
+        self,
+        keys: Sequence[bytes],
+        deadline: Deadline,
+        category: int,
+        is_checked: bool,
+        tenant: bytes,
     ) -> Offered:
         """See ``StoreLink``."""
-        request = messages.Load(messages.joined(keys), deadline.left_s(), category, is_checked)
+        request = messages.Load(
+            messages.joined(keys), deadline.left_s(), category, is_checked, tenant
+        )
         offer, arena = self._ask_of(request, messages.Offer, deadline)
         return Offered(offer.lease_id, [SlotOfBlock(*block) for block in offer.blocks], arena)
 

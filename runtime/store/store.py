@@ -72,7 +72,12 @@ class PrefixStore:
             return 0
 
     def load(
-        self, keys: Sequence[bytes], *, deadline_s: float = DEADLINE_S, category: int = 0
+        self,
+        keys: Sequence[bytes],
+        *,
+        deadline_s: float = DEADLINE_S,
+        category: int = 0,
+        tenant: bytes = b"",
     ) -> Found:
         """The valid leading blocks, in place, until the result is closed.
 
@@ -80,15 +85,22 @@ class PrefixStore:
             keys: The chain, root first.
             deadline_s: Seconds for all of it; what is not there by then is a miss.
             category: Kind of request, where known; helps the eviction policy.
+            tenant: Tag of the tenant, against whose quota what comes into memory counts.
         """
-        return self._load(keys, deadline_s, category, is_checked=True)
+        return self._load(keys, deadline_s, category, tenant, is_checked=True)
 
     def _load(
-        self, keys: Sequence[bytes], deadline_s: float, category: int, *, is_checked: bool
+        self,
+        keys: Sequence[bytes],
+        deadline_s: float,
+        category: int,
+        tenant: bytes,
+        *,
+        is_checked: bool,
     ) -> Found:
         try:
             offer = self._link.load(
-                _checked(keys), Deadline.after(deadline_s), category, is_checked
+                _checked(keys), Deadline.after(deadline_s), category, is_checked, tenant
             )
         except _Gone as error:
             self._note(error)
@@ -102,6 +114,7 @@ class PrefixStore:
         *,
         deadline_s: float = DEADLINE_S,
         category: int = 0,
+        tenant: bytes = b"",
     ) -> int:
         """Copy the valid leading blocks; how many there are.
 
@@ -110,13 +123,14 @@ class PrefixStore:
             destinations: Writable buffers, one per key, each at least as long as its block.
             deadline_s: Seconds for all of it.
             category: Kind of request, where known.
+            tenant: As for ``load``.
 
         Raises:
             ValueError: If there are not as many buffers as keys, or one is too short.
         """
         if len(destinations) != len(keys):
             raise ValueError(f"{len(keys)} keys but {len(destinations)} destinations")
-        with self._load(keys, deadline_s, category, is_checked=False) as found:
+        with self._load(keys, deadline_s, category, tenant, is_checked=False) as found:
             return found.copy_into(destinations)
 
     # --- writing ---------------------------------------------------------------------------

@@ -204,6 +204,7 @@ class UnixServer:
                     deadline=Deadline.after(request.left_s),
                     category=request.category,
                     is_checked=request.is_checked,
+                    tenant=request.tenant,
                 )
                 blocks = [(room.slot, room.generation, room.info) for room in offer.rooms]
                 return messages.Offer(0 if offer.lease is None else offer.lease.lease_id, blocks)
