@@ -113,7 +113,7 @@ class TreeHd:
         # The queues by the rank of their oldest leaf, as of one moment; old versions are skipped.
         self._order: list[tuple[float, tuple[float, int, int], _Queue, int]] = []
         self._unranked: dict[_Queue, None] = {}
-        self._ranked_at = -1.0
+        self._ranked_at = -1.0  # -1: something else than a push has changed since
         self._aside: list[_Node] = []
         self._new_leaves: dict[Key, None] = {}
         self._stamp = 0
@@ -129,8 +129,8 @@ class TreeHd:
         self._category = min(max(category, 0), NUM_CATEGORIES - 1)
         if self._request >= self._next_refit and now > self._now:
             self._intervals.refit(now)
-            self._ranked_at = -1.0
             self._next_refit = self._request + min(self._request, REFIT_REQUESTS)
+        self._ranked_at = -1.0
 
     def access(self, key: Key, *, now: float) -> None:
         """The block was used again."""
@@ -139,6 +139,7 @@ class TreeHd:
         self._use(node, now)
         if not node.children:
             self._new_leaves[key] = None
+            self._ranked_at = -1.0
 
     def insert(self, block: Block, *, now: float) -> None:
         """A block comes, or comes back."""
@@ -190,6 +191,7 @@ class TreeHd:
     def remove(self, key: Key) -> None:
         """A block is gone; it is remembered like one given up."""
         self._leave(self._resident(key), self._now)
+        self._ranked_at = -1.0
 
     def reprice(self, key: Key, cost_s: float, *, now: float) -> None:
         """The block's loss is another one."""
@@ -198,6 +200,7 @@ class TreeHd:
             node.cost_s = cost_s
             if not node.children:
                 self._new_leaves[key] = None
+                self._ranked_at = -1.0
 
     @property
     def history_bytes(self) -> int:
