@@ -25,6 +25,7 @@ from policies.prefix.eviction.tree_hd_intervals import ReuseIntervals, age_bin
 REFIT_REQUESTS = 100
 HISTORY_PER_CAPACITY = 4
 NUM_CATEGORIES = 4
+FREE = -5000  # stands for the octave of price 0, below that of any float
 
 _USES = (0, 0, 1, 2, 3, 3, 3, 3, 4)  # by number of uses: 1, 2, 3, 4-7, 8+
 _NUM_USES, _NUM_SHARED, _NUM_JOINS = 5, 2, 3
@@ -304,7 +305,8 @@ class TreeHd:
     def _push(self, node: _Node) -> None:
         self._stamp += 1
         node.stamp = self._stamp
-        octave = math.frexp(node.cost_s / node.size_bytes)[1]
+        price = node.cost_s / node.size_bytes
+        octave = math.frexp(price)[1] if price else FREE
         queue = self._queues.get((node.kind, octave))
         if queue is None:
             queue = self._queues[node.kind, octave] = _Queue()

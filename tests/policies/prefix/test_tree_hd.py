@@ -206,6 +206,15 @@ def test_a_dear_leaf_outlives_a_cheap_one_and_a_new_price_turns_it_round() -> No
         assert policy.evict((), now=2.0) == "a"
 
 
+def test_what_costs_nothing_to_lose_goes_first_however_young_it_is() -> None:
+    policy = TreeHd(10)
+    policy.begin_request([], now=0.0)
+    policy.insert(Block("old", None, 0, 1, 0.75), now=0.0)
+    policy.begin_request([], now=50.0)
+    policy.insert(Block("free", None, 0, 1, 0.0), now=50.0)
+    assert policy.evict((), now=50.0) == "free"
+
+
 def test_a_parent_stays_while_a_child_is_pinned_and_children_of_a_lost_parent_may_go() -> None:
     policy = TreeHd(10)
     policy.begin_request([1, 2], now=0.0)
