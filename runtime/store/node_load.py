@@ -6,6 +6,7 @@ is late, lost or broken ends the prefix: what lies behind it is a miss.
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Callable, Mapping, Sequence
 from concurrent.futures import Executor, Future, wait
 from dataclasses import dataclass, replace
@@ -310,9 +311,13 @@ class Loader:
         )
 
     def _count(self, sources: Sequence[Source], leading: int) -> None:
-        counters = self._state.counters
         names = {"memory": "memory", "coming": "memory", "ssd": "ssd", "remote": "remote"}
-        for source in sources[:leading]:
-            is_replica = source.room is not None and not source.room.is_owned
-            counters.add(f"blocks_hit_{'replica' if is_replica else names[source.place]}")
-        counters.add("blocks_hit", leading)
+        hits = Counter(
+            "replica"
+            if source.room is not None and not source.room.is_owned
+            else names[source.place]
+            for source in sources[:leading]
+        )
+        for name, count in hits.items():
+            self._state.counters.add(f"blocks_hit_{name}", count)
+        self._state.counters.add("blocks_hit", leading)
