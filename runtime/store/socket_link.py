@@ -26,6 +26,10 @@ MOST_IDLE = 8
 _Answer = TypeVar("_Answer")
 
 
+class _StaleError(StoreUnavailableError):
+    """A connection that had been used before is closed at the other end."""
+
+
 class SocketLink:
     """Connections of one client to the server of its node. Thread-safe.
 
@@ -145,34 +149,50 @@ class SocketLink:
         self, request: Any, kind: type[_Answer], deadline: Deadline
     ) -> tuple[_Answer, SharedArena]:
         """The answer, and the memory of the very server that gave it."""
-        with self._connection(deadline) as sock:
-            with self._lock:
-                arena = self._open.get(sock)
-            if arena is None:
-                raise StoreUnavailableError("the store is closed")
-            send_frame(sock, request, deadline, max_bytes=MOST_BYTES)
-            reply = recv_frame(sock, messages.Reply, deadline, MOST_BYTES)
+        try:
+            reply, arena = self._exchange(request, deadline)
+        except _StaleError:  # the server went away while the connection lay idle
+            self._drop_idle()
+            reply, arena = self._exchange(request, deadline)
         if isinstance(reply, kind):
             return reply, arena
         reason = reply.reason if isinstance(reply, messages.Failed) else type(reply).__name__
         raise StoreUnavailableError(f"the server answered: {reason}")
 
+    def _exchange(self, request: Any, deadline: Deadline) -> tuple[Any, SharedArena]:
+        with self._connection(deadline) as (sock, is_used):
+            with self._lock:
+                arena = self._open.get(sock)
+            if arena is None:
+                raise StoreUnavailableError("the store is closed")
+            try:
+                send_frame(sock, request, deadline, max_bytes=MOST_BYTES)
+                return recv_frame(sock, messages.Reply, deadline, MOST_BYTES), arena
+            except StoreUnavailableError as error:
+                if is_used and not deadline.is_over:
+                    raise _StaleError(str(error)) from error
+                raise
+
     def _tell(self, message: Any) -> None:
         deadline = Deadline.after(CONNECT_S)
-        with self._connection(deadline) as sock:
+        with self._connection(deadline) as (sock, _):
             send_frame(sock, message, deadline)
 
     @contextmanager
-    def _connection(self, deadline: Deadline) -> Iterator[socket.socket]:
-        """A connection that nobody else uses; closed after an error, for it is out of step."""
+    def _connection(self, deadline: Deadline) -> Iterator[tuple[socket.socket, bool]]:
+        """A connection that nobody else uses, and whether it was used before.
+
+        Closed after an error, for it is out of step.
+        """
         with self._lock:
             if self._is_closed:
                 raise StoreUnavailableError("the store is closed")
             sock = self._idle.pop() if self._idle else None
+        is_used = sock is not None
         if sock is None:
             sock = self._connect(deadline.earlier(CONNECT_S))
         try:
-            yield sock
+            yield sock, is_used
         except BaseException:
             self._drop(sock)
             raise
@@ -184,6 +204,12 @@ class SocketLink:
                 self._idle.append(sock)
                 return
         self._drop(sock)
+
+    def _drop_idle(self) -> None:
+        with self._lock:
+            idle, self._idle = self._idle, []
+        for sock in idle:
+            self._drop(sock)
 
     def _drop(self, sock: socket.socket) -> None:
         with self._lock:
