@@ -6,7 +6,8 @@ Two server processes on loopback hold blocks in memory. Each round asks, in turn
 that stay open, for 64 MiB: raw (``sendall`` against ``recv_into`` of the whole), a fetch with and
 without checksums, a put with checksums; then for 64 MiB of each of both servers at once. Shown:
 median and quartiles of GB/s over the rounds, the best round, and the median of the ratio to raw
-within a round; then how long a ping takes.
+within a round, CPU seconds of the client per GB, which other work on the machine hardly moves;
+then how long a ping takes.
 """
 
 import multiprocessing
@@ -190,15 +191,18 @@ def measure(block_bytes: int, rounds: int) -> None:
         "fetch, two servers": (fetch_both, 2 * TOTAL_BYTES),
     }
     rates: dict[str, list[float]] = {name: [] for name in cases}
+    cpu_s_per_gb: dict[str, list[float]] = {name: [] for name in cases}
     for round_index in range(rounds + 1):
         # Turned each round, so that none always runs behind the same other one.
         names = list(cases)
         turn = round_index % len(names)
         for name in names[turn:] + names[:turn]:
             work, num_bytes = cases[name]
+            cpu_began_s = time.process_time()
             rate = num_bytes / seconds(work) / 1e9
             if round_index:
                 rates[name].append(rate)
+                cpu_s_per_gb[name].append((time.process_time() - cpu_began_s) / num_bytes * 1e9)
     print(
         f"\nblocks of {block_bytes >> 20} MiB, {TOTAL_BYTES >> 20} MiB a request, {rounds} rounds"
     )
@@ -208,12 +212,11 @@ def measure(block_bytes: int, rounds: int) -> None:
         share = statistics.median(a / b for a, b in zip(values, base, strict=True))
         print(
             f"  {name:20} {middle:6.2f} GB/s ({low:.2f} to {high:.2f}), best {max(values):.2f},"
-            f" {share:.2f} of raw"
+            f" {share:.2f} of raw; {statistics.median(cpu_s_per_gb[name]):.2f} CPU s/GB here"
         )
-    waits_s = sorted(seconds(lambda: peers.ping("one", Deadline.after(WAIT_S))) for _ in range(500))
-    print(
-        f"  one ping             p50 {waits_s[250] * 1e6:.0f} us, p99 {waits_s[495] * 1e6:.0f} us"
-    )
+    pings = [seconds(lambda: peers.ping("one", Deadline.after(WAIT_S))) for _ in range(500)]
+    middle_us, high_us = sorted(pings)[250] * 1e6, sorted(pings)[495] * 1e6
+    print(f"  one ping             p50 {middle_us:.0f} us, p99 {high_us:.0f} us")
     for sock in raws.values():
         sock.close()
     stop.set()
