@@ -123,6 +123,11 @@ class SharedArena:
         at = self._data_at + index * self.slot_bytes
         return self._memory[at : at + (self.slot_bytes if length is None else length)]
 
+    @property
+    def data(self) -> memoryview:
+        """The bytes of all slots, one after the other."""
+        return self._memory[self._data_at :]
+
     def close(self, *, is_removed: bool = False) -> None:
         """Unmap; ``is_removed``: give the memory back to the machine as well.
 

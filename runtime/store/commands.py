@@ -61,6 +61,9 @@ def serve(
         Path | None, typer.Option("--secret-file", help="Shared secret of the pool's nodes.")
     ] = None,
     weight: Annotated[float, typer.Option("--weight", help="Share of the blocks to own.")] = 1.0,
+    transport: Annotated[
+        str, typer.Option("--transport", help="How blocks are fetched: tcp, or nixl (RDMA).")
+    ] = "tcp",
     heartbeat: Annotated[
         float, typer.Option("--heartbeat", help="Seconds between two signs of life.")
     ] = 1.0,
@@ -107,6 +110,7 @@ def serve(
         cluster=cluster,
         secret_file=secret,
         weight=weight,
+        transport=transport,
         heartbeat_s=heartbeat,
     )
     config = ServerConfig(

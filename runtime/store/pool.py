@@ -11,7 +11,9 @@ from runtime.store.deadline import Deadline
 from runtime.store.errors import StoreSetupError
 from runtime.store.membership import Register, StaticRegister, parse_members
 from runtime.store.node import StoreNode
+from runtime.store.node_load import FetchMany
 from runtime.store.node_peers import NodePeers
+from runtime.store.one_sided import OneSided
 from runtime.store.peer_identity import NodeIdentity
 from runtime.store.peer_network import PeerNetwork
 from runtime.store.pool_config import PoolConfig
@@ -43,8 +45,10 @@ class Pool:
         register, port, weight = _register(config)
         with node.state.lock:
             node.state.weights[config.node] = weight
+        identity = NodeIdentity(config.node, node.state.incarnation, config.cluster, config.secret)
+        one_sided = OneSided() if config.transport == "nixl" else None
         self.network = PeerNetwork(
-            NodeIdentity(config.node, node.state.incarnation, config.cluster, config.secret),
+            identity,
             self._handler,
             register,
             listen=(config.host, port),
@@ -54,8 +58,14 @@ class Pool:
             left=self._left,
             interval_s=config.heartbeat_s,
             most_missed=config.most_missed,
+            memory=one_sided,
         )
-        node.join(self.network.peers.fetch_many, self._send, self.network.announce)
+        fetch: FetchMany = self.network.peers.fetch_many
+        if one_sided is not None:
+            one_sided.start(identity, self.network.peers, node.arena.data)
+            fetch = one_sided.fetch_many
+        self._one_sided = one_sided
+        node.join(fetch, self._send, self.network.announce)
         node.pool_counters = self.network.counters
 
     def start(self) -> None:
@@ -77,7 +87,10 @@ class Pool:
 
     def stop(self, deadline: Deadline) -> bool:
         """Leave the pool; whether all threads ended in time."""
-        return self.network.stop(deadline)
+        have_ended = self.network.stop(deadline)
+        if self._one_sided is not None:
+            self._one_sided.stop()
+        return have_ended
 
     def _send(
         self, owner: str, infos: Sequence[BlockInfo], views: Sequence[memoryview], end: Deadline

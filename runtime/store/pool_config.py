@@ -4,10 +4,12 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Literal, get_args
 
 from runtime.store.errors import StoreSetupError
 
 MIN_SECRET_BYTES = 16
+Transport = Literal["tcp", "nixl"]
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -23,6 +25,8 @@ class PoolConfig:
         cluster: Name of the pool; nodes of another are refused.
         secret: Known to the nodes of the pool alone; empty: none is asked for.
         weight: Share of the blocks that this node is to own; with ``peers`` the list says it.
+        transport: How blocks are fetched: ``tcp``, or ``nixl`` (one-sided reads over RDMA where the
+            network has it; TCP for what cannot be read so).
         heartbeat_s: Seconds between two signs of life.
         most_missed: A node is lost when it misses so many in a row.
     """
@@ -36,6 +40,7 @@ class PoolConfig:
     cluster: str = "default"
     secret: bytes = b""
     weight: float = 1.0
+    transport: Transport = "tcp"
     heartbeat_s: float = 1.0
     most_missed: int = 3
 
@@ -50,6 +55,7 @@ def pool_config(
     cluster: str,
     secret_file: Path | None,
     weight: float,
+    transport: str = "tcp",
     heartbeat_s: float = 1.0,
 ) -> PoolConfig | None:
     """The pool of the command line; None without peers and etcd.
@@ -67,6 +73,10 @@ def pool_config(
         raise StoreSetupError(f"--weight: must be >= 0 and finite, found {weight}")
     if not 0.01 <= heartbeat_s <= 60.0:
         raise StoreSetupError(f"--heartbeat: must be 0.01 to 60 seconds, found {heartbeat_s}")
+    if transport not in get_args(Transport):
+        raise StoreSetupError(
+            f"--transport: must be {' or '.join(get_args(Transport))}, found {transport!r}"
+        )
     host, port = host_and_port(listen, "--listen")
     return PoolConfig(
         node=node,
@@ -78,6 +88,7 @@ def pool_config(
         cluster=cluster,
         secret=b"" if secret_file is None else _secret(secret_file),
         weight=weight,
+        transport=transport,
         heartbeat_s=heartbeat_s,
     )
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import importlib.util
 import socket
 import time
 from collections.abc import Callable, Iterator, Sequence
@@ -25,7 +26,9 @@ from tests.runtime.store.conftest import BLOCK, blocks, chain
 class Member:
     """A node of a pool and its store."""
 
-    def __init__(self, folder: Path, name: str, peers: str, **settings: Any) -> None:
+    def __init__(
+        self, folder: Path, name: str, peers: str, transport: Any = "tcp", **settings: Any
+    ) -> None:
         given: dict[str, Any] = {
             "folder": folder / name,
             "dram_bytes": 64 * BLOCK,
@@ -36,7 +39,9 @@ class Member:
         }
         self.name = name
         self.node = StoreNode(StoreConfig(**(given | settings)))
-        config = PoolConfig(node=name, peers=peers, heartbeat_s=0.1, most_missed=3)
+        config = PoolConfig(
+            node=name, peers=peers, transport=transport, heartbeat_s=0.1, most_missed=3
+        )
         self.pool = Pool(self.node, config)
         self.pool.start()
         self.store = PrefixStore(LocalLink(self.node, is_owner=False))
@@ -260,3 +265,21 @@ def test_every_pin_and_slot_is_given_back_after_mixed_work(pool: Make) -> None:
         member.node.state.directory.check()
     assert sum(m.counters["blocks_hit"] for m in members) > 0
     assert sum(m.counters["blocks_sent_to_owner"] for m in members) > 0
+
+
+def test_blocks_are_read_one_sided_where_nixl_is_installed(
+    pool: Make, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    if not any(importlib.util.find_spec(name) for name in ("nixl", "nixl_cu12", "nixl_cu13")):
+        pytest.skip("nixl is not installed")
+    monkeypatch.setenv("UCX_TLS", "tcp,self")
+    monkeypatch.setenv("UCX_NET_DEVICES", "lo")
+    members = pool(2, transport="nixl", replicas="none")
+    keys = owned_by("n1", members, 6)
+    assert members[0].store.put(keys, blocks(keys)).stored == 6
+    assert members[0].store.flush()
+    wait_until(all_see(members, keys, 6), "announced")
+    for _ in range(3):
+        with members[0].store.load(keys, deadline_s=20) as found:
+            assert [bytes(view) for view in found.views] == blocks(keys)
+    assert members[0].pool.network.counters()["peer_read_blocks"] == 18
