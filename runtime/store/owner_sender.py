@@ -14,7 +14,8 @@ from runtime.store.deadline import Deadline
 from runtime.store.node_memory import Room
 from runtime.store.node_state import NodeState
 
-SEND_S = 20.0
+SEND_S = 3.0
+SLOWEST_BYTES_PER_S = 50e6  # an owner that takes less has the blocks left with their writer
 SendRegion = Callable[[str, Sequence[BlockInfo], Sequence[memoryview], Deadline], int]
 
 
@@ -53,7 +54,8 @@ class OwnerSender:
             if region.owner in state.weights:
                 infos = [room.info for room in region.rooms]
                 views = [state.memory.view(room) for room in region.rooms]
-                stored = self._send(region.owner, infos, views, Deadline.after(SEND_S))
+                seconds = SEND_S + sum(view.nbytes for view in views) / SLOWEST_BYTES_PER_S
+                stored = self._send(region.owner, infos, views, Deadline.after(seconds))
         finally:
             self._settle(region, stored)
 
