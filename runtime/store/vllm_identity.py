@@ -143,10 +143,10 @@ def joined_salt(own: str, request: str | None) -> str:
 def adapter_digest(lora_request: Any) -> str | None:
     """Names an adapter by its files; None if they are not at hand or may be replaced in place."""
     folder = Path(getattr(lora_request, "lora_path", "") or "")
-    if getattr(lora_request, "load_inplace", False) or not folder.is_dir():
+    if getattr(lora_request, "load_inplace", False):
         return None
-    files = [f for f in folder.iterdir() if f.name.endswith(ADAPTER_FILES)]
     try:
+        files = [f for f in folder.iterdir() if f.name.endswith(ADAPTER_FILES)]
         return files_sha256(files) if files else None
     except OSError:
         return None

@@ -290,7 +290,11 @@ class StoreScheduler:
     def _lookup(self, keys: Sequence[Sequence[bytes]]) -> int:
         """What all workers' parts are stored of: a part alone is of no use."""
         left_s = self._settings.lookup_deadline_s
-        return min(self._store.lookup(part, left_s) for part in keys)
+        try:
+            return min(self._store.lookup(part, left_s) for part in keys)
+        except Exception as error:  # it would end the engine's scheduler
+            self._store.suspend("look up", type(error).__name__)
+            return 0
 
     def _extend(self, chain: _Chain, blocks: int) -> bool:
         """Name the request's blocks up to a number; False if one cannot be named."""
@@ -302,20 +306,20 @@ class StoreScheduler:
         size = self._block_tokens
         tokens = chain.request.all_token_ids[known * size : blocks * size]
         extras: dict[int, bytes] = {}
-        for i in range(known, blocks):
-            try:
+        try:
+            for i in range(known, blocks):
                 found, chain.media = self._extra_keys(
                     chain.request, i * size, (i + 1) * size, chain.media
                 )
                 extra = extra_bytes(found)
-            except (TypeError, ValueError):
-                self._counts.add("requests_not_stored")
-                chain.roots = None
-                return False
-            if extra:
-                extras[i - known] = extra
-        for root, keys in zip(chain.roots, chain.keys, strict=True):
-            keys.extend(block_keys(keys[-1] if keys else root, tokens, size, extras=extras))
+                if extra:
+                    extras[i - known] = extra
+            for root, keys in zip(chain.roots, chain.keys, strict=True):
+                keys.extend(block_keys(keys[-1] if keys else root, tokens, size, extras=extras))
+        except (TypeError, ValueError):
+            self._counts.add("requests_not_stored")
+            chain.roots = None
+            return False
         return True
 
     def _order_load(self, orders: Orders, chain: _Chain, tokens: int) -> None:

@@ -7,9 +7,10 @@ copy out of the pages before the step ends, and the store is spoken to later.
 
 from __future__ import annotations
 
+import logging
 import threading
 from collections.abc import Iterable, Sequence
-from concurrent.futures import ThreadPoolExecutor
+from concurrent.futures import Future, ThreadPoolExecutor
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -25,6 +26,8 @@ from runtime.store.vllm_guard import GuardedStore
 from runtime.store.vllm_load import BlockLoad, BlockWriter
 from runtime.store.vllm_orders import LoadOrder, Pages, RankIdentity, SaveOrder, StepOrders
 from runtime.store.vllm_settings import ConnectorSettings
+
+logger = logging.getLogger("vllm.ptstore")
 
 IDLE_WAIT_S = 0.001
 LATE_GRACE_S = 0.1  # for a store that keeps its deadlines, to end a load itself
@@ -155,7 +158,7 @@ class StoreWorker:
         load = BlockLoad(keys, order.pages, Deadline.after(self._settings.deadline_s), writer)
         self._loads[order.request_id] = load
         self._counts.add("loads")
-        self._loader.submit(self._run_load, load)
+        self._loader.submit(self._run_load, load).add_done_callback(self._note_fault)
 
     def _run_load(self, load: BlockLoad) -> None:
         try:
@@ -215,8 +218,15 @@ class StoreWorker:
             rows = self._blocks.gather_on_device(page_ids)
             event = self._staging.device.to_host(rows, loan.view)
         keys = tuple(request.keys[: first + count])
-        self._saver.submit(self._store_blocks, request, keys, first, loan, event)
+        task = self._saver.submit(self._store_blocks, request, keys, first, loan, event)
+        task.add_done_callback(self._note_fault)
         return True
+
+    def _note_fault(self, task: Future[None]) -> None:
+        """A thread's fault is a miss for the engine, and a line for its operator."""
+        if not task.cancelled() and (fault := task.exception()) is not None:
+            self._counts.add("store_errors")
+            logger.error("prefix store: %s while moving blocks", type(fault).__name__)
 
     def _store_blocks(
         self,

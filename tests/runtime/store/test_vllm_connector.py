@@ -296,14 +296,20 @@ class Faulty:
     def __getattr__(self, name):
         return getattr(self._store, name)
 
+    def _fail_if(self, fault):
+        if self.fault == fault:
+            raise ZeroDivisionError
+
     def lookup(self, keys, **options):
         self.calls += 1
+        self._fail_if("lookups fail")
         if self.fault == "lookups hang":
             self.go_on.wait(30)
         return self._store.lookup(keys, **options)
 
     def load(self, keys, **options):
         self.calls += 1
+        self._fail_if("loads fail")
         if self.next_store is not None:
             self._store, self.next_store = self.next_store, None
         found = self._store.load(keys[:2] if self.fault == "loads are short" else keys, **options)
@@ -321,6 +327,7 @@ class Faulty:
 
     def put(self, keys, blocks, **options):
         self.calls += 1
+        self._fail_if("puts fail")
         if self.fault == "gone":
             self._store.counters.add("unavailable")
             return SimpleNamespace(stored=0, reason="unavailable")
@@ -404,6 +411,17 @@ def test_a_lookup_that_hangs_ends_by_its_deadline_and_the_next_is_not_tried(faul
     assert engine.serve(prompt("a")) == 0
     assert engine.serve(prompt("b")) == 0
     assert (engine.count("lookups_late"), faulty.calls) == (1, 1)
+
+
+@pytest.mark.parametrize("fault", ["lookups fail", "loads fail", "puts fail"])
+def test_a_fault_nobody_thought_of_is_a_miss_and_is_counted(faulty, new_engine, fault):
+    engine = new_engine(lambda: faulty, retry_s=0.01)
+    engine.serve(prompt("a"))
+    engine.settle()
+    faulty.fault = fault
+    assert engine.serve(prompt("b", 40), answer_tokens=8) == (28 if fault == "puts fail" else 0)
+    engine.settle()
+    assert engine.count("store_errors") >= 1
 
 
 def test_an_absent_store_costs_one_attempt_and_no_request(new_engine):
@@ -669,7 +687,8 @@ def test_vllm_answers_alike_with_a_store_that_is_warm_salted_broken_hanging_or_d
     assert _count(result["corrupted"], "ptstore_load_failed_blocks") > 0
     assert _count(result["hanging"], "ptstore_store_errors") > 0
     assert _count(result["back"], "external_prefix_cache_hits") == hit
-    assert _count(result["killed_midway"], "ptstore_saved_blocks") > 0
+    after_kill = (result["killed_midway"], result["without"])
+    assert sum(_count(run, "ptstore_store_errors") for run in after_kill) > 0
     assert _count(result["without"], "external_prefix_cache_hits") == 0
 
     computed = result["without"]["answers"]

@@ -194,7 +194,12 @@ def with_server(folder: Path, checkpoint: Path) -> dict[str, object]:
                 "broken": stats["counters"].get("blocks_broken_in_memory", 0),
             }
 
-        extra = {"socket": str(server.socket_path), "retry_s": 0.5, "deadline_s": 2.0}
+        extra = {
+            "socket": str(server.socket_path),
+            "retry_s": 0.5,
+            "deadline_s": 20.0,
+            "lookup_deadline_s": 3.0,
+        }
         session = Session(make_engine(checkpoint, extra))
         whole = (PROMPT_TOKENS + ANSWER_TOKENS - 1) // BLOCK_TOKENS
 
@@ -208,7 +213,8 @@ def with_server(folder: Path, checkpoint: Path) -> dict[str, object]:
         result["next_turn"] = session.ask(chat)
 
         result["salt_a"] = session.ask(prompt_tokens(0), salt="a")
-        wait_until(lambda: stored()["blocks"] >= 2 * whole)
+        all_blocks = whole + (len(chat) + ANSWER_TOKENS - 1) // BLOCK_TOKENS
+        wait_until(lambda: stored()["blocks"] == all_blocks)
         result["salt_b"] = session.ask(prompt_tokens(0), salt="b")
         result["salt_a_again"] = session.ask(prompt_tokens(0), salt="a")
 
@@ -220,12 +226,15 @@ def with_server(folder: Path, checkpoint: Path) -> dict[str, object]:
         server.stop()
         result["hanging"] = session.ask(prompt_tokens(0), prompt_tokens(1))
         server.go_on()
-        time.sleep(2)
-        session.ask(prompt_tokens(2))  # the engine finds the store again
-        result["back"] = session.ask(prompt_tokens(2))
+        for _ in range(60):  # the engine finds the store again by itself
+            result["back"] = session.ask(prompt_tokens(2))
+            if result["back"]["counts"].get("vllm:external_prefix_cache_hits"):
+                break
+            time.sleep(0.5)
 
         many = [prompt_tokens(seed) for seed in range(3, 9)]
-        killer = threading.Timer(0.3, server.kill)
+        session.ask(*many[:3])  # the others are new
+        killer = threading.Timer(0.1, server.kill)
         killer.start()
         result["killed_midway"] = session.ask(*many)
         killer.join()
@@ -237,7 +246,13 @@ def with_server(folder: Path, checkpoint: Path) -> dict[str, object]:
 
 def with_folder(folder: Path, checkpoint: Path) -> dict[str, object]:
     """Engines one after another that have only a folder; scheduler and worker are two processes."""
-    extra = {"directory": str(folder / "own"), "dram": "64MiB", "ssd": "256MiB"}
+    extra = {
+        "directory": str(folder / "own"),
+        "dram": "64MiB",
+        "ssd": "256MiB",
+        "deadline_s": 20.0,
+        "lookup_deadline_s": 10.0,
+    }
     result: dict[str, object] = {}
     engine = make_engine(checkpoint, extra, distributed_executor_backend="mp")
     result["cold"] = Session(engine).ask(prompt_tokens(0))
@@ -257,7 +272,12 @@ def with_ranks(folder: Path, checkpoint: Path) -> dict[str, object]:
     try:
         store = connect(server.socket_path)
         whole = (PROMPT_TOKENS + ANSWER_TOKENS - 1) // BLOCK_TOKENS
-        extra = {"socket": str(server.socket_path), "block_tokens": 2 * BLOCK_TOKENS}
+        extra = {
+            "socket": str(server.socket_path),
+            "block_tokens": 2 * BLOCK_TOKENS,
+            "deadline_s": 20.0,
+            "lookup_deadline_s": 10.0,
+        }
         engine = make_engine(checkpoint, extra, tensor_parallel_size=2)
         session = Session(engine)
         result["cold"] = session.ask(prompt_tokens(0))
