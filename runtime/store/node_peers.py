@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-import heapq
+import bisect
 from collections.abc import Collection, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import replace
@@ -26,6 +26,7 @@ class NodePeers:
     def __init__(self, node: StoreNode) -> None:
         self._node, self._state = node, node.state
         self._holder = node.new_holder()
+        self._reading: list[bytes] = []
 
     # --- blocks ----------------------------------------------------------------------------
 
@@ -163,24 +164,49 @@ class NodePeers:
                     reprice(state, key, now)
 
     def directory_page(self, after: bytes, limit: int) -> Sequence[Announcement]:
-        """What this node holds, by ascending key."""
+        """What this node holds, by ascending key.
+
+        The order of keys is made once a reading, at its first page; blocks that came since then are
+        announced anyway.
+        """
         state = self._state
+        if not after or not self._reading:
+            with state.lock:
+                held = state.directory.holdings(state.config.node)
+                keys = {holding.key: None for holding in held if isinstance(holding.key, bytes)}
+            self._reading = sorted(keys)
+        reading = self._reading
+        start = bisect.bisect_right(reading, after) if after else 0
+        page: list[Announcement] = []
         with state.lock:
-            by_key: dict[bytes, list[Announcement]] = {}
-            for holding in state.directory.holdings(state.config.node):
-                if isinstance(holding.key, bytes) and holding.key > after:
-                    by_key.setdefault(holding.key, []).append(
-                        Announcement(
-                            key=holding.key,
-                            region=_region(holding.held, holding.key),
-                            index=holding.held.index,
-                            depth=holding.held.depth,
-                            length=holding.held.length,
-                            tier=holding.tier,
-                            is_owned=holding.is_owned,
-                        )
+            for at in range(start, len(reading)):
+                if limit <= 0:
+                    break
+                copies = self._own_copies(reading[at])
+                page += copies
+                limit -= bool(copies)
+        if not page:
+            self._reading = []
+        return page
+
+    def _own_copies(self, key: bytes) -> list[Announcement]:
+        here, directory = self._state.config.node, self._state.directory
+        found = []
+        for copy in directory.copies(key):
+            held = directory.held_at(key, here, copy.tier) if copy.node == here else None
+            if held is not None:
+                found.append(
+                    Announcement(
+                        key=key,
+                        region=_region(held, key),
+                        index=held.index,
+                        depth=held.depth,
+                        length=held.length,
+                        tier=copy.tier,
+                        is_owned=copy.is_owned,
                     )
-        return [copy for key in heapq.nsmallest(limit, by_key) for copy in by_key[key]]
+                )
+        return found
 
     # --- members ---------------------------------------------------------------------------
 
