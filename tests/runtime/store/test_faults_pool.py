@@ -129,7 +129,9 @@ def test_parted_nodes_serve_on_and_agree_again_when_healed(
     for number in range(6):
         for writer in (n0, n1):
             for reader in (n0, n1):
-                assert right(reader.store, chain(f"{writer.name}-{number}", 3)) == 3
+                keys = chain(f"{writer.name}-{number}", 3)
+                # A node that was silent is left alone for a while, then asked again.
+                wait_until(lambda r=reader, k=keys: right(r.store, k) == 3, "given", 30)  # type: ignore[misc]
     for member in (n0, n1):
         member.store.flush()
         settled(member.store)
