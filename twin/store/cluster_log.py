@@ -27,7 +27,8 @@ class ClusterRun:
         stream: Which requests.
         prompt_tokens: The one prompt length; None where lengths vary.
         requests: Column -> [n]: times, node, GPU, ``tokens_X`` by tier of ``TIERS``, ``ttft_s``.
-        series: Column -> [looks].
+        series: Column -> [looks]; engines' names where they have one, queries and hits in tokens
+            so far. Who waits is looked up, loaded, or queues for its GPU.
         links: Kind -> bytes, mean and highest utilization over its links, of the whole run.
         counts: Blocks stored, replicated, dropped, ...
         duration_s: Until the last block was in its place.
@@ -51,6 +52,7 @@ class ClusterLog:
     gpus_per_node: int
     num_finished: int = 0
     _arrived: int = 0
+    _started: int = 0
     _times: dict[str, Floats] = field(init=False)
     _gpu: NDArray[np.int64] = field(init=False)
     _tokens: dict[str, NDArray[np.int64]] = field(init=False)
@@ -77,6 +79,7 @@ class ClusterLog:
     def started(self, at: int, now: float) -> None:
         """The GPU computes it."""
         self._times["start_s"][at] = now
+        self._started += 1
 
     def first_token(self, at: int, now: float, own: int, sources: LoadSources, cached: int) -> None:
         """Its first token is there.
@@ -103,8 +106,11 @@ class ClusterLog:
         """One look at everything that changes."""
         row: dict[str, float] = {
             "time_s": now,
-            "num_requests_in_system": self._arrived - self.num_finished,
+            "num_requests_waiting": self._arrived - self._started,
+            "num_requests_running": self._started - self.num_finished,
             "num_requests_finished": self.num_finished,
+            "prefix_cache_queries": sum(self._total_tokens.values()),
+            "prefix_cache_hits": sum(self._total_tokens[name] for name in TIERS[:-1]),
         }
         for name in TIERS:
             row[f"tokens_{name}"] = self._total_tokens[name]

@@ -160,7 +160,7 @@ def time_figure(summary: Mapping[str, Any]) -> Figure:
         label = next(m["label"] for m in summary["modes"] if m["mode"] == series["mode"])
         queue.step(
             series["time_s"],
-            series["num_requests_in_system"],
+            np.add(series["num_requests_waiting"], series["num_requests_running"]),
             where="post",
             color=color,
             lw=1.2,

@@ -175,7 +175,7 @@ def _curve(values: NDArray[np.float64]) -> list[float]:
 
 def _drawn_series(runs: Sequence[ClusterRun]) -> list[dict[str, Any]]:
     """The first replication's looks that are drawn."""
-    names = ("time_s", "num_requests_in_system", "bytes_network_in", "memory_used_bytes")
+    names = ("time_s", "num_requests_waiting", "num_requests_running", "memory_used_bytes")
     return [
         {
             "mode": run.mode,
@@ -188,7 +188,7 @@ def _drawn_series(runs: Sequence[ClusterRun]) -> list[dict[str, Any]]:
 
 
 def _running_share(run: ClusterRun) -> list[float]:
-    total = sum(run.series[f"tokens_{name}"] for name in TIERS)
+    total = run.series["prefix_cache_queries"]
     share = np.divide(
         run.series["tokens_computed"], total, out=np.ones_like(total), where=total > 0
     )

@@ -70,7 +70,10 @@ def test_every_token_has_one_source_and_every_request_an_end(mode):
     ):
         assert (r[later] >= r[earlier]).all()
     assert (r["node"] == r["gpu"] // 2).all()
-    assert run.series["num_requests_in_system"][-1] == 0
+    assert run.series["num_requests_waiting"][-1] == run.series["num_requests_running"][-1] == 0
+    assert run.series["prefix_cache_queries"][-1] == r["prompt_tokens"].sum()
+    hits = r["prompt_tokens"].sum() - r["tokens_computed"].sum()
+    assert run.series["prefix_cache_hits"][-1] == hits
     assert run.duration_s >= r["first_token_s"].max()
 
 
