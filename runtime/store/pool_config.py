@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Literal, get_args
+from typing import Literal, cast, get_args
 
 from runtime.store.errors import StoreSetupError
 
@@ -88,7 +88,7 @@ def pool_config(
         cluster=cluster,
         secret=b"" if secret_file is None else _secret(secret_file),
         weight=weight,
-        transport=transport,
+        transport=cast(Transport, transport),
         heartbeat_s=heartbeat_s,
     )
 
