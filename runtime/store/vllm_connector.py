@@ -19,12 +19,11 @@ from __future__ import annotations
 import dataclasses
 import logging
 import secrets
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Iterable
 from functools import partial
 from typing import Any
 
 import torch
-import vllm
 from vllm.distributed.kv_transfer.kv_connector.v1.base import (
     KVConnectorBase_V1,
     KVConnectorHandshakeMetadata,
@@ -38,16 +37,10 @@ from runtime.store.kv_blocks import KvBlocks
 from runtime.store.tensor_staging import HostDevice, StagingPool, TorchDevice
 from runtime.store.vllm_counts import Counts
 from runtime.store.vllm_guard import GuardedStore
-from runtime.store.vllm_identity import (
-    check_supported,
-    heads_text,
-    is_latent,
-    layers_text,
-    layout_text,
-    model_identity,
-)
+from runtime.store.vllm_identity import check_supported, model_identity
 from runtime.store.vllm_open import open_for_engine
 from runtime.store.vllm_orders import RankIdentity, StepOrders
+from runtime.store.vllm_rank import rank_identity
 from runtime.store.vllm_scheduler import StoreScheduler
 from runtime.store.vllm_settings import ConnectorSettings
 from runtime.store.vllm_stats import StoreConnectorStats, StorePromMetrics
@@ -109,7 +102,9 @@ class PrefixStoreConnector(KVConnectorBase_V1):  # type: ignore[misc]
         """Learn where the pages are and how they are packed; called before any request."""
         num_pages = self._kv_cache_config.num_blocks
         blocks = KvBlocks(kv_caches, num_pages, self._pages_per_block)
-        self._identity = self._rank_identity(blocks, kv_caches)
+        self._identity = rank_identity(
+            self._vllm_config, self._kv_cache_config, blocks, kv_caches, self._page_tokens
+        )
         self._store = self._guarded(blocks.block_bytes)
         device: Any = HostDevice() if blocks.is_host else TorchDevice(blocks.device)
         capacity = max(self._settings.staging_bytes, 2 * CHUNKS * blocks.block_bytes)
@@ -236,6 +231,11 @@ class PrefixStoreConnector(KVConnectorBase_V1):  # type: ignore[misc]
             self._scheduler.forget()
         return True
 
+    @property
+    def requires_kv_delivery(self) -> bool:
+        """No: a block that was not stored is computed again by whoever needs it."""
+        return False
+
     # --- both --------------------------------------------------------------------------------
 
     def shutdown(self) -> None:
@@ -300,39 +300,6 @@ class PrefixStoreConnector(KVConnectorBase_V1):  # type: ignore[misc]
             block=self._page_tokens * self._pages_per_block,
             adapter=adapter,
         )
-
-    def _rank_identity(
-        self, blocks: KvBlocks, kv_caches: Mapping[str, torch.Tensor]
-    ) -> RankIdentity:
-        from vllm.distributed.parallel_state import get_tensor_model_parallel_rank
-
-        layers = self._vllm_config.compilation_config.static_forward_context
-        backends = [
-            backend.get_name()
-            for name in kv_caches
-            if (backend := _backend(layers.get(name))) is not None
-        ]
-        heads = "latent"
-        if not is_latent(self._kv_cache_config):
-            heads = heads_text(
-                self._vllm_config.model_config.get_total_num_kv_heads(),
-                self._vllm_config.parallel_config.tensor_parallel_size,
-                get_tensor_model_parallel_rank(),
-            )
-        layout = layout_text(
-            blocks.signature,
-            engine_version=vllm.__version__,
-            backends=backends,
-            device=blocks.device.type,
-            page_tokens=self._page_tokens,
-        )
-        return RankIdentity(layout, layers_text(kv_caches), heads, blocks.block_bytes)
-
-
-def _backend(layer: Any) -> Any:
-    """A layer's attention backend, or None."""
-    get: Callable[[], Any] | None = getattr(layer, "get_attn_backend", None)
-    return None if get is None else get()
 
 
 def _extra_keys(request: Any, start: int, end: int, media: int) -> tuple[Iterable[Any] | None, int]:

@@ -8,60 +8,22 @@ from __future__ import annotations
 
 import time
 from collections.abc import Callable, Iterable, Mapping, Sequence
-from concurrent.futures import Future, ThreadPoolExecutor
+from concurrent.futures import ThreadPoolExecutor
 from concurrent.futures import TimeoutError as FutureTimeoutError
 from dataclasses import dataclass, field
 from typing import Any
 
-from policies.prefix.keys import Namespace, block_keys, root_key, tenant_tag
+from policies.prefix.keys import Namespace
 from runtime.store.kv_blocks import ABSENT
+from runtime.store.vllm_chain import ChainNamer, ExtraKeys, RequestChain
 from runtime.store.vllm_counts import Counts
 from runtime.store.vllm_guard import GuardedStore
-from runtime.store.vllm_identity import adapter_digest, extra_bytes, joined_salt
-from runtime.store.vllm_orders import ChainPart, LoadOrder, Pages, RankIdentity, SaveOrder
+from runtime.store.vllm_orders import ChainPart, LoadOrder, RankIdentity, SaveOrder
 from runtime.store.vllm_orders import StepOrders as Orders
 from runtime.store.vllm_settings import ConnectorSettings
 
 SHORT_WAIT_S = 0.002  # most lookups are answered sooner, and asking again costs a step
 FRESH_S = 2.0  # a lookup older than this is made again
-ADAPTER_WAIT_S = 5.0  # for the digest of an adapter that is seen for the first time
-
-ExtraKeys = Callable[[Any, int, int, int], tuple[Iterable[Any] | None, int]]
-
-
-@dataclass(slots=True, eq=False)
-class _Chain:
-    """What is known of one request's blocks.
-
-    Attributes:
-        request: Of the engine.
-        roots: By rank identity; None if its blocks cannot be named.
-        tenant: Tag of its salt.
-        keys: By rank identity: of the blocks so far.
-        media: Where the engine's walk through images and sounds stands.
-        lookup: Running or done; None: to be made.
-        lookup_at_s: When it was made.
-        ordered: Leading blocks that are stored or were ordered to be saved; None: the lookup tells.
-        sent: Keys the workers know.
-        local_tokens: Tokens the engine had itself when it last asked.
-        loading: First block and pages of a load under way.
-        may_load: False once a load or a lookup of it failed.
-        is_fresh: Whether its pages were allocated anew since the last save.
-    """
-
-    request: Any
-    roots: tuple[bytes, ...] | None
-    tenant: bytes
-    keys: list[list[bytes]]
-    media: int = 0
-    lookup: Future[int] | None = None
-    lookup_at_s: float = 0.0
-    ordered: int | None = None
-    sent: int = 0
-    local_tokens: int = 0
-    loading: tuple[int, tuple[Pages, ...]] | None = None
-    may_load: bool = True
-    is_fresh: bool = True
 
 
 @dataclass(slots=True)
@@ -107,21 +69,24 @@ class StoreScheduler:
         self._pages_per_block = settings.pages_per_block(page_tokens)
         self._page_tokens = page_tokens
         self._block_tokens = page_tokens * self._pages_per_block
-        self._namespace = namespace
-        self._extra_keys = extra_keys
         self._pages_of = pages_of
         self._may_load = may_load
         self._may_save = may_save
-        self._identities: tuple[RankIdentity, ...] = ()
-        self._chains: dict[str, _Chain] = {}
+        self._chains: dict[str, RequestChain] = {}
         self._pending = _Pending()
-        self._adapters: dict[tuple[Any, ...], Future[str | None]] = {}
-        self._adapter_since_s: dict[str, float] = {}
         self._threads = ThreadPoolExecutor(2, thread_name_prefix="ptstore-lookup")
+        self._namer = ChainNamer(
+            settings.salt,
+            self._block_tokens,
+            counts,
+            namespace=namespace,
+            extra_keys=extra_keys,
+            threads=self._threads,
+        )
 
     def set_identities(self, identities: Iterable[RankIdentity]) -> None:
         """Learn what each worker holds; before any request."""
-        self._identities = tuple(dict.fromkeys(identities))
+        self._namer.identities = tuple(dict.fromkeys(identities))
 
     def matched_tokens(self, request: Any, local_tokens: int) -> tuple[int | None, bool]:
         """Tokens to load beyond the engine's own ``local_tokens``, and whether any are.
@@ -169,7 +134,7 @@ class StoreScheduler:
             ends: Scheduled request -> tokens whose keys and values are there after this step.
             is_idle: Whether the step runs no forward.
         """
-        orders = Orders(identities=self._identities, is_idle=is_idle)
+        orders = Orders(identities=self._namer.identities, is_idle=is_idle)
         pending, self._pending = self._pending, _Pending()
         for request_id, tokens in pending.loads.items():
             self._order_load(orders, self._chains[request_id], tokens)
@@ -205,7 +170,7 @@ class StoreScheduler:
     def finished(self, request: Any, pages: Sequence[int]) -> bool:
         """The request ended. Whether its pages are to be kept until the workers report it sent."""
         chain = self._chains.pop(request.request_id, None)
-        self._adapter_since_s.pop(request.request_id, None)
+        self._namer.end(request.request_id)
         self._pending.loads.pop(request.request_id, None)
         if chain is None or chain.loading is not None:
             return False
@@ -214,7 +179,7 @@ class StoreScheduler:
         save = self._save_order(chain, request.num_computed_tokens, pages, is_last=True)
         if save is None:
             return False
-        self._pending.last_saves.append((self._unsent(chain), save))
+        self._pending.last_saves.append((chain.unsent(), save))
         return True
 
     def forget(self) -> None:
@@ -226,45 +191,23 @@ class StoreScheduler:
         """Stop looking up."""
         self._threads.shutdown(wait=False, cancel_futures=True)
 
-    def _chain_of(self, request: Any) -> _Chain | None:
+    def _chain_of(self, request: Any) -> RequestChain | None:
         """The request's chain; None while its adapter is being read."""
         chain = self._chains.get(request.request_id)
-        if chain is not None or not self._identities:
-            return chain or _Chain(request, None, b"", [])
-        # A session that takes more input may drop tokens it has computed.
-        adapter: str | None = None if getattr(request, "resumable", False) else ""
-        if adapter is not None and request.lora_request is not None:
-            digest = self._adapter(request.lora_request)
-            since_s = self._adapter_since_s.setdefault(request.request_id, time.monotonic())
-            if not digest.done() and time.monotonic() - since_s < ADAPTER_WAIT_S:
-                return None
-            adapter = digest.result() if digest.done() else None
-        roots, tenant = None, b""
-        if adapter is not None:
-            salt = joined_salt(self._settings.salt, request.cache_salt)
-            tenant = tenant_tag(salt)
-            roots = tuple(root_key(self._namespace(i, adapter), salt) for i in self._identities)
-        else:
-            self._counts.add("requests_not_stored")
-        chain = _Chain(request, roots, tenant, [[] for _ in self._identities])
-        self._chains[request.request_id] = chain
+        if chain is None:
+            chain = self._namer.begin(request)
+            if chain is not None:
+                self._chains[request.request_id] = chain
         return chain
 
-    def _adapter(self, lora: Any) -> Future[str | None]:
-        """Digest of an adapter's files as they were when it was first used."""
-        known = (lora.lora_int_id, lora.lora_name, lora.lora_path, lora.load_inplace)
-        if known not in self._adapters:
-            self._adapters[known] = self._threads.submit(adapter_digest, lora)
-        return self._adapters[known]
-
-    def _look_up(self, chain: _Chain) -> None:
+    def _look_up(self, chain: RequestChain) -> None:
         """Start a lookup unless one runs or its answer is young."""
         now_s = time.monotonic()
         if chain.lookup is not None:
             if not chain.lookup.done() or now_s - chain.lookup_at_s <= FRESH_S:
                 return
             chain.lookup = None
-        if not self._extend(chain, len(chain.request.all_token_ids) // self._block_tokens):
+        if not self._namer.extend(chain, len(chain.request.all_token_ids) // self._block_tokens):
             return
         if self._store.is_suspended:
             self._counts.add("store_suspended")
@@ -273,7 +216,7 @@ class StoreScheduler:
         chain.lookup_at_s = now_s
         chain.lookup = self._threads.submit(self._lookup, [tuple(keys) for keys in chain.keys])
 
-    def _looked_up(self, chain: _Chain, wait_s: float) -> int | None:
+    def _looked_up(self, chain: RequestChain, wait_s: float) -> int | None:
         """Leading stored blocks; None while the lookup runs, 0 if there was none or it is late."""
         if chain.lookup is None:
             return 0
@@ -296,33 +239,7 @@ class StoreScheduler:
             self._store.suspend("look up", type(error).__name__)
             return 0
 
-    def _extend(self, chain: _Chain, blocks: int) -> bool:
-        """Name the request's blocks up to a number; False if one cannot be named."""
-        if chain.roots is None:
-            return False
-        known = len(chain.keys[0])
-        if blocks <= known:
-            return True
-        size = self._block_tokens
-        tokens = chain.request.all_token_ids[known * size : blocks * size]
-        extras: dict[int, bytes] = {}
-        try:
-            for i in range(known, blocks):
-                found, chain.media = self._extra_keys(
-                    chain.request, i * size, (i + 1) * size, chain.media
-                )
-                extra = extra_bytes(found)
-                if extra:
-                    extras[i - known] = extra
-            for root, keys in zip(chain.roots, chain.keys, strict=True):
-                keys.extend(block_keys(keys[-1] if keys else root, tokens, size, extras=extras))
-        except (TypeError, ValueError):
-            self._counts.add("requests_not_stored")
-            chain.roots = None
-            return False
-        return True
-
-    def _order_load(self, orders: Orders, chain: _Chain, tokens: int) -> None:
+    def _order_load(self, orders: Orders, chain: RequestChain, tokens: int) -> None:
         size, per_block = self._block_tokens, self._pages_per_block
         first = chain.local_tokens // size
         end = (chain.local_tokens + tokens) // size
@@ -339,7 +256,7 @@ class StoreScheduler:
         orders.loads.append(LoadOrder(chain.request.request_id, first, blocks))
 
     def _save_order(
-        self, chain: _Chain, end: int, pages: Sequence[int], *, is_last: bool = False
+        self, chain: RequestChain, end: int, pages: Sequence[int], *, is_last: bool = False
     ) -> SaveOrder | None:
         """The order for full blocks that are not stored yet, or None.
 
@@ -361,7 +278,7 @@ class StoreScheduler:
             not self._may_save
             or full <= first
             or self._store.is_suspended
-            or not self._extend(chain, full)
+            or not self._namer.extend(chain, full)
         ):
             return None
         chain.ordered = full
@@ -374,15 +291,7 @@ class StoreScheduler:
             is_last=is_last,
         )
 
-    def _send_keys(self, orders: Orders, chain: _Chain) -> None:
-        part = self._unsent(chain)
+    def _send_keys(self, orders: Orders, chain: RequestChain) -> None:
+        part = chain.unsent()
         if part is not None:
             orders.chains.append(part)
-
-    def _unsent(self, chain: _Chain) -> ChainPart | None:
-        """Keys the workers do not know yet."""
-        start, chain.sent = chain.sent, len(chain.keys[0])
-        if start == chain.sent:
-            return None
-        keys = tuple(tuple(keys[start:]) for keys in chain.keys)
-        return ChainPart(chain.request.request_id, start, keys, chain.tenant)
