@@ -182,7 +182,8 @@ def parse_prefix(tables: Mapping[str, Any], where: str = "scenario") -> PrefixSc
             tables = {**tables, "workload": {"kind": "trace", **workload}}
         return typing.cast(PrefixScenario, build_table(PrefixScenario, tables, ""))
     except ScenarioError as error:
-        raise ScenarioError(f"{where}: {error}") from None
+        # a table of several kinds at the top has no table above it, hence a stray dot
+        raise ScenarioError(f"{where}: {str(error).replace('[.', '[')}") from None
 
 
 def parse_paged_weight(tables: Mapping[str, Any], where: str = "scenario") -> PagedWeightScenario:

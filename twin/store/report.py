@@ -166,12 +166,12 @@ def _interval(estimate: Mapping[str, Any]) -> str:
     half *= MILLI
     if half < 0.05:
         return text
-    return f"{text} ± {half:.1f}" if half < 100 else f"{text} ± {half:,.0f}"
+    return f"{text}±{half:.1f}" if half < 100 else f"{text}±{half:,.0f}"
 
 
 def latency_table(summary: Mapping[str, Any], plain: bool) -> Table:
     """Time to first token by system and stream."""
-    columns = ("mean", "p50", "p90", "p99", "load", "queue", "prefill", "vs GPU")
+    columns = ("mean", "p50", "p90", "p99", "load", "queue", "vs GPU")
     rows = _Rows(summary, "Time to first token, milliseconds", plain, *columns)
     for row in summary["rows"]:
         gap = row.get("local_prefix_less_this")
@@ -181,7 +181,7 @@ def latency_table(summary: Mapping[str, Any], plain: bool) -> Table:
         rows.add(
             row,
             *(_interval(row["ttft_s"][name]) for name in ("mean", "p50", "p90", "p99")),
-            *(f"{MILLI * row[name]:,.1f}" for name in ("load_s", "queue_s", "prefill_s")),
+            *(f"{MILLI * row[name]:,.1f}" for name in ("load_s", "queue_s")),
             verdict,
         )
     return rows.table

@@ -1,12 +1,22 @@
 """PTStore's claims: simulation against the closed form, which is checked against the paper."""
 
 import dataclasses
+import io
 
 import pytest
+from rich.console import Console
 
 from models.prefix_settings import PREFIX_MODES
 from models.prefix_ttft import CLAIMS, ratios, satisfies_claims
-from twin.store.validation import PARAMETERS, claim_rows, closed_form_s, product_rows, simulate
+from twin.store.validation import (
+    PARAMETERS,
+    ClaimRow,
+    claim_rows,
+    closed_form_s,
+    product_rows,
+    simulate,
+)
+from twin.store.validation_report import print_claims
 
 
 @pytest.mark.parametrize("p", PARAMETERS, ids=lambda p: f"{p.gpus} GPUs")
@@ -43,3 +53,22 @@ def test_this_store_beats_gpu_caches_at_every_length_and_a_pool_without_replicas
     measured = simulate(p, replications=2, modes=modes)
     assert all(row.is_reproduced for row in product_rows(p, measured))
     assert measured.most_slower_s <= 0.0005 + 1e-9
+
+
+def test_the_table_shows_parameters_figures_and_verdicts():
+    row = ClaimRow(
+        gpus=8,
+        claim="8k: EvoStore / PTStore",
+        published="1.2",
+        low=1.15,
+        high=1.3,
+        closed_form=1.214,
+        simulated=1.327,
+        half_width=0.011,
+        is_reproduced=False,
+        why="read as 1.15 to 1.3",
+    )
+    text = io.StringIO()
+    print_claims([dataclasses.asdict(row)], PARAMETERS, Console(file=text, width=120))
+    for part in ("14 GB/s", "20 ms", "1.21", "1.33 ± 0.01", "no|", "read as 1.15 to 1.3"):
+        assert part in text.getvalue()

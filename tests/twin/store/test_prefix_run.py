@@ -105,7 +105,10 @@ def test_a_scenario_survives_being_written_down():
         ({"prefix": {"block_tokens": 0}}, r"\[prefix\] block_tokens: must be within 1"),
         ({"workload": {"kind": "documents", "prompt_tokens": [64]}}, "> question_tokens"),
         ({"workload": {"kind": "documents", "prompt_tokens": [512, 512]}}, "given twice"),
-        ({"workload": {"kind": "other"}}, "must be one of 'documents', 'generated', 'trace'"),
+        (
+            {"workload": {"kind": "other"}},
+            r"\[workload\] kind: must be one of 'documents', 'generated', 'trace'",
+        ),
         ({"workload": {"trace": " "}}, r"\[workload\] trace: is empty"),
         ({"store": {"replica_share": 1.0}}, "replica_share: must be > 0 and < 1"),
         ({"product": {"overlap": 1.5}}, r"\[product\] overlap: must be within 0..1"),
