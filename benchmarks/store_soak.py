@@ -12,8 +12,9 @@ shared memory, SSD bytes, pins, leases, reservations, queues.
 Bars, each for the second half of the run, by a straight line through its samples: anonymous
 memory grows by at most 3 % of its mean or 2 MiB over that half; threads and descriptors by at most
 3; pins, leases, reservations and queued work by at most 5 % of the slots; the directory, which
-breathes as nodes come and go, by at most 15 %. SSD bytes never exceed what was given. In the end: no pin, lease, reservation or queued work, all slots and bytes accounted for,
-no shared memory left, SSD verified. Exit code 1 if a bar is missed.
+breathes as nodes come and go, by at most 15 %. SSD bytes never exceed what was given. In the end:
+no pin, lease, reservation or queued work, all slots and bytes accounted for, no shared memory left,
+SSD verified. Exit code 1 if a bar is missed.
 """
 
 from __future__ import annotations

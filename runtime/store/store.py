@@ -159,21 +159,31 @@ class PrefixStore:
             ValueError: If the numbers of keys and blocks do not fit.
         """
         views = [memoryview(block).cast("B") for block in blocks]
-        sizes = [view.nbytes for view in views]
         deadline = Deadline.after(deadline_s)
-        with self.reserve(
-            keys, sizes, first=first, tenant=tenant, durable=durable, deadline_s=deadline_s
-        ) as room:
-            sums = []
-            for buffer, view in zip(room.buffers, views[room.start - first :], strict=False):
-                if deadline.is_over:
-                    break
-                sums.append(copied_sum(buffer, view))
-            stored = room.commit(sums, deadline_s=deadline.left_s())
-        reason = room.reason
-        if stored < len(room.buffers):
-            reason = "unavailable" if room.is_unavailable else "late"
-        return Put(stored, reason)
+        total = 0
+        while True:  # once, unless blocks in the middle are stored already
+            with self.reserve(
+                keys,
+                [view.nbytes for view in views],
+                first=first,
+                tenant=tenant,
+                durable=durable,
+                deadline_s=deadline.left_s(),
+            ) as room:
+                stored = self._write(room, views[room.start - first :], deadline)
+            total += stored
+            if stored < len(room.buffers):
+                return Put(total, "unavailable" if room.is_unavailable else "late")
+            if room.reason or room.start + stored >= len(keys):
+                return Put(total, "" if total and room.reason == "exists" else room.reason)
+
+    def _write(self, room: PutRoom, views: Sequence[memoryview], deadline: Deadline) -> int:
+        sums = []
+        for buffer, view in zip(room.buffers, views, strict=False):
+            if deadline.is_over:
+                break
+            sums.append(copied_sum(buffer, view))
+        return room.commit(sums, deadline_s=deadline.left_s())
 
     @contextmanager
     def reserve(
