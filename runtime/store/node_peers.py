@@ -62,6 +62,8 @@ class NodePeers:
         """The block, brought into memory; passing rooms are given back by the caller."""
         state = self._state
         with state.lock:
+            if (arrived := state.memory.get(key)) is not None:  # brought by a load meanwhile
+                return arrived
             held = state.directory.held_at(key, state.config.node, "ssd")
             if held is None or state.policy.is_reserved(key) or state.ssd is None:
                 return None

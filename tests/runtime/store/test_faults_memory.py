@@ -184,6 +184,29 @@ def test_an_error_while_blocks_are_read_for_another_node_leaves_nothing_pinned(
     settled(store)
 
 
+def test_a_block_that_a_load_brings_while_another_node_waits_for_it_is_given(
+    opened: Open, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Rows 13, 29: two ways into memory at once."""
+    store, keys = opened(ssd="4MiB"), chain("a", 3)
+    store.put(keys, blocks(keys), durable=True, deadline_s=5)
+    store.close()
+    store = opened(ssd="4MiB")
+    ssd, loaded = node_of(store).state.ssd, []
+    read = ssd.read_into
+
+    def meanwhile(key: bytes, view: memoryview, deadline: Deadline) -> Any:
+        if not loaded:
+            loaded.append(1)
+            assert right(store, keys[1:]) == 2
+        return read(key, view, deadline)
+
+    monkeypatch.setattr(ssd, "read_into", meanwhile)
+    with NodePeers(node_of(store)).open_blocks(keys) as found:
+        assert [bytes(one[1]) for one in found if one] == blocks(keys)
+    settled(store)
+
+
 def test_a_load_waits_for_another_ones_blocks_no_longer_than_its_own_deadline(
     opened: Open, monkeypatch: pytest.MonkeyPatch
 ) -> None:
