@@ -17,13 +17,14 @@ import os
 import struct
 from pathlib import Path
 
+from runtime.store.arena_owner import folder_identity, sweep, write_folder
 from runtime.store.arena_pages import map_pages_ahead
 from runtime.store.arena_slots import RECORD_BYTES, SlotTable
 from runtime.store.errors import StoreSetupError
 
 _MAGIC = b"PTSARENA"
-_VERSION = 1
-_HEADER = struct.Struct("<8sIIQQ")  # magic, version, reserved, slot bytes, number of slots
+_VERSION = 2
+_HEADER = struct.Struct("<8sIIQQ16s")  # magic, version, 0, slot bytes, slots, folder's identity
 _HEADER_BYTES = 4096
 _ALIGN_BYTES = 2 << 20  # of the data, so that huge pages can back it
 _MIN_SLOT_BYTES = 64
@@ -75,13 +76,14 @@ class SharedArena:
         self._data_at = _data_offset(self.num_slots)
 
     @classmethod
-    def create(cls, path: Path, *, slot_bytes: int, num_slots: int) -> SharedArena:
-        """Make an arena, or take over the one that an earlier server left.
+    def create(cls, path: Path, *, slot_bytes: int, num_slots: int, folder: Path) -> SharedArena:
+        """Make an arena, or take over the one that an earlier server of the same folder left.
 
         Args:
             path: Where; its folder exists.
             slot_bytes: Most bytes of a block, >= 64.
             num_slots: Slots, >= 1.
+            folder: Of the store; what was left by a folder of the same path is not taken over.
 
         Raises:
             StoreSetupError: If another server uses it, or there is not enough shared memory.
@@ -97,7 +99,8 @@ class SharedArena:
         try:
             _lock(file, path)
             header = os.pread(file, _HEADER.size, 0)
-            wanted = _HEADER.pack(_MAGIC, _VERSION, 0, slot_bytes, num_slots)
+            identity = folder_identity(folder)
+            wanted = _HEADER.pack(_MAGIC, _VERSION, 0, slot_bytes, num_slots, identity)
             is_adopted = header == wanted and os.fstat(file).st_size == size
             if not is_adopted:
                 # A new file: processes that still map the old one must not lose its pages.
@@ -107,6 +110,7 @@ class SharedArena:
                 file = fresh
                 _lock(file, path)
                 _allocate(file, path, size)
+                write_folder(file, folder)
                 os.pwrite(file, wanted, 0)
             arena = cls(path, is_writable=True)
         except BaseException:
@@ -200,7 +204,16 @@ def arena_path(folder: Path) -> Path:
     if not SHARED_MEMORY.is_dir() or not os.access(SHARED_MEMORY, os.W_OK):
         return resolved / "arena"
     name = hashlib.sha256(os.fsencode(resolved)).hexdigest()[:16]
-    return SHARED_MEMORY / f"serving-twin-store-{os.getuid()}-{name}"
+    return SHARED_MEMORY / (_arena_prefix() + name)
+
+
+def sweep_arenas() -> int:
+    """Remove this user's arenas whose folders are gone; how many."""
+    return sweep(SHARED_MEMORY, _arena_prefix(), _MAGIC) if SHARED_MEMORY.is_dir() else 0
+
+
+def _arena_prefix() -> str:
+    return f"serving-twin-store-{os.getuid()}-"
 
 
 def _total_bytes(slot_bytes: int, num_slots: int) -> int:
@@ -215,7 +228,7 @@ def _data_offset(num_slots: int) -> int:
 def _parse_header(path: Path, header: bytes) -> tuple[int, int]:
     if len(header) < _HEADER.size:
         raise StoreSetupError(f"{path}: not shared memory of a store")
-    magic, version, _, slot_bytes, num_slots = _HEADER.unpack(header)
+    magic, version, _, slot_bytes, num_slots, _ = _HEADER.unpack(header)
     if magic != _MAGIC:
         raise StoreSetupError(f"{path}: not shared memory of a store")
     if version != _VERSION:

@@ -19,7 +19,7 @@ from policies.prefix.store_log import LoggedStore
 from policies.prefix.store_orders import NewBlock
 from policies.prefix.store_policy import StorePolicy
 from policies.prefix.store_settings import StoreSettings
-from runtime.store.arena import SharedArena, arena_path
+from runtime.store.arena import SharedArena, arena_path, sweep_arenas
 from runtime.store.background import Background
 from runtime.store.blocks import BlockInfo, checksum
 from runtime.store.config import StoreConfig
@@ -32,6 +32,7 @@ from runtime.store.leases import Holder
 from runtime.store.node_load import FetchMany, Loader, Offer
 from runtime.store.node_memory import NodeMemory, Room
 from runtime.store.node_put import Reservation, Writer
+from runtime.store.node_sources import worth_loading
 from runtime.store.node_state import NodeState
 from runtime.store.nominal_costs import nominal_costs
 from runtime.store.owner_sender import OwnerSender, RegionToSend, SendRegion
@@ -77,7 +78,10 @@ class StoreNode:
         incarnation = next_incarnation(config.folder / "incarnation")
         num_slots = config.dram_bytes // config.block_bytes
         path = arena_path(config.folder)
-        self.arena = SharedArena.create(path, slot_bytes=config.block_bytes, num_slots=num_slots)
+        sweep_arenas()
+        self.arena = SharedArena.create(
+            path, slot_bytes=config.block_bytes, num_slots=num_slots, folder=config.folder
+        )
         self._cleanup.callback(self._close_arena)
         ssd = None
         if config.ssd_bytes > 0:
@@ -223,9 +227,14 @@ class StoreNode:
         return next(self._holders)
 
     def lookup(self, keys: Sequence[bytes]) -> int:
-        """How many leading blocks the pool holds."""
-        with self.state.lock:
-            return self.state.leading(keys)
+        """How many leading blocks the pool holds and a load would bring: not those that are
+        cheaper computed.
+        """
+        state = self.state
+        with state.lock:
+            if state.config.costs is None:
+                return state.leading(keys)
+            return worth_loading(state, keys, state.config.costs).wanted
 
     def load(
         self,

@@ -8,7 +8,7 @@ from typing import Literal
 
 from models.prefix_costs import PrefixCosts
 from policies.prefix.directory import Copy
-from policies.prefix.load_plan import plan_load
+from policies.prefix.load_plan import LoadPlan, plan_load
 from runtime.store.blocks import BlockInfo
 from runtime.store.node_memory import Room
 from runtime.store.node_state import NodeState
@@ -62,14 +62,19 @@ def choose_sources(state: NodeState, keys: Sequence[bytes], tenant: bytes = b"")
 def _planned_copies(
     state: NodeState, keys: Sequence[bytes], costs: PrefixCosts
 ) -> list[Copy | None]:
-    plan = plan_load(
-        keys, state.directory, local=state.config.node, costs=costs, live=state.weights
-    )
+    plan = worth_loading(state, keys, costs)
     state.counters.add("blocks_left_to_compute", plan.leading - plan.wanted)
     return [
         Copy(way.node, "ssd" if way.source in ("ssd", "remote_ssd") else "memory", False)
         for way in plan.ways
     ]
+
+
+def worth_loading(state: NodeState, keys: Sequence[bytes], costs: PrefixCosts) -> LoadPlan:
+    """Which leading blocks to load, and from where; under the node's lock."""
+    return plan_load(
+        keys, state.directory, local=state.config.node, costs=costs, live=state.weights
+    )
 
 
 def _best_copy(state: NodeState, key: bytes) -> Copy | None:

@@ -59,7 +59,7 @@ class PrefixStore:
     # --- reading ---------------------------------------------------------------------------
 
     def lookup(self, keys: Sequence[bytes], *, deadline_s: float = DEADLINE_S) -> int:
-        """How many leading blocks the pool holds; a load may still find fewer.
+        """How many leading blocks a load would bring as things are; it may still find fewer.
 
         Args:
             keys: The chain, root first.
