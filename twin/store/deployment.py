@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 
 from models.kv_bytes import kv_token_bytes
 from models.llm_catalog import load_llm
@@ -68,10 +68,6 @@ class Deployment:
             ssd=TierSpeed(bytes_per_s=links.ssd_bytes_per_s),
             lookup_s=lookup_s,
         )
-
-    def with_gpus(self, nodes: int, gpus_per_node: int) -> Deployment:
-        """The same with other numbers of nodes and GPUs."""
-        return replace(self, nodes=nodes, gpus_per_node=gpus_per_node)
 
 
 def build_deployment(scenario: PrefixScenario) -> Deployment:
