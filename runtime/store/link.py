@@ -2,12 +2,26 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Mapping, Sequence
 from typing import Any, NamedTuple, Protocol
 
 from runtime.store.arena import SharedArena
 from runtime.store.blocks import BlockInfo
 from runtime.store.deadline import Deadline
+
+MOST_SECONDS = 86_000.0
+
+
+def deadline_of_call(seconds: float) -> Deadline:
+    """That many seconds from now, a day at most: no call waits without an end.
+
+    Raises:
+        ValueError: If it is no number.
+    """
+    if math.isnan(seconds):
+        raise ValueError("deadline_s: must be a number of seconds, found nan")
+    return Deadline.after(min(seconds, MOST_SECONDS))
 
 
 class SlotOfBlock(NamedTuple):

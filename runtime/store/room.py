@@ -6,9 +6,8 @@ from collections.abc import Sequence
 from contextlib import suppress
 
 from runtime.store.blocks import checksum
-from runtime.store.deadline import Deadline
 from runtime.store.errors import StoreError
-from runtime.store.link import Reserved, StoreLink
+from runtime.store.link import Reserved, StoreLink, deadline_of_call
 
 
 class PutRoom:
@@ -54,7 +53,7 @@ class PutRoom:
         reservation_id, self._id = self._id, 0
         try:
             return self._link.commit(
-                reservation_id, checksums, self._is_durable, Deadline.after(deadline_s)
+                reservation_id, checksums, self._is_durable, deadline_of_call(deadline_s)
             )
         except StoreError:
             self.is_unavailable = True

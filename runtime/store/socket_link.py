@@ -15,7 +15,7 @@ from typing import Any, TypeVar
 from runtime.store import messages
 from runtime.store.arena import SharedArena
 from runtime.store.deadline import Deadline
-from runtime.store.errors import StoreError, StoreUnavailableError
+from runtime.store.errors import DeadlineError, StoreError, StoreUnavailableError
 from runtime.store.link import Offered, Reserved, SlotOfBlock
 from runtime.store.wire import close_socket, recv_frame, send_frame
 
@@ -54,7 +54,10 @@ class SocketLink:
         self._presence: socket.socket | None = None  # never idle: while it lives, leases do
         self._retry_at_s = 0.0
         self._is_closed = False
-        self._give_back(self._connect(Deadline.after(CONNECT_S)))
+        try:
+            self._give_back(self._connect(Deadline.after(CONNECT_S)))
+        except DeadlineError as error:
+            raise StoreUnavailableError(f"{self.path}: no store answers: {error}") from error
 
     @property
     def arena(self) -> SharedArena:
@@ -244,6 +247,9 @@ class SocketLink:
                 reason = reply.reason if isinstance(reply, messages.Failed) else "no welcome"
                 raise StoreUnavailableError(f"{self.path}: {reason}")
             arena = self._greet(reply)
+        except (TimeoutError, DeadlineError) as error:
+            close_socket(sock)  # a caller in a hurry says nothing about the server
+            raise DeadlineError("out of time while connecting") from error
         except (OSError, StoreError) as error:
             close_socket(sock)
             self._retry_at_s = time.monotonic() + RETRY_S

@@ -20,7 +20,7 @@ from runtime.store.counters import Counters
 from runtime.store.deadline import Deadline
 from runtime.store.errors import DeadlineError, StoreSetupError, StoreUnavailableError
 from runtime.store.found import Found, copied_sum
-from runtime.store.link import Offered, Reserved, StoreLink
+from runtime.store.link import Offered, Reserved, StoreLink, deadline_of_call
 from runtime.store.local_link import LocalLink
 from runtime.store.node import StoreNode
 from runtime.store.room import PutRoom
@@ -66,7 +66,7 @@ class PrefixStore:
             deadline_s: Seconds after which the answer is 0.
         """
         try:
-            return self._link.lookup(_checked(keys), Deadline.after(deadline_s))
+            return self._link.lookup(_checked(keys), deadline_of_call(deadline_s))
         except _Gone as error:
             self._note(error)
             return 0
@@ -100,7 +100,7 @@ class PrefixStore:
     ) -> Found:
         try:
             offer = self._link.load(
-                _checked(keys), Deadline.after(deadline_s), category, is_checked, tenant
+                _checked(keys), deadline_of_call(deadline_s), category, is_checked, tenant
             )
         except _Gone as error:
             self._note(error)
@@ -159,7 +159,7 @@ class PrefixStore:
             ValueError: If the numbers of keys and blocks do not fit.
         """
         views = [memoryview(block).cast("B") for block in blocks]
-        deadline = Deadline.after(deadline_s)
+        deadline = deadline_of_call(deadline_s)
         total = 0
         while True:  # once, unless blocks in the middle are stored already
             with self.reserve(
@@ -213,17 +213,19 @@ class PrefixStore:
                 f"{len(keys)} keys from {first} on need {max(0, len(keys) - first)} blocks, "
                 f"found {len(sizes)}"
             )
+        if len(dict.fromkeys(keys)) != len(keys):
+            raise ValueError("a chain has every block once, found one twice")
         if any(size <= 0 for size in sizes):
             raise ValueError("a block must have at least one byte")
         is_unavailable = False
         try:
             found = self._link.reserve(
-                _checked(keys), sizes, first, tenant, durable, Deadline.after(deadline_s)
+                _checked(keys), sizes, first, tenant, durable, deadline_of_call(deadline_s)
             )
         except _Gone as error:
             self._note(error)
-            is_unavailable = True
-            found = Reserved(0, first, (), "unavailable")
+            is_unavailable = isinstance(error, StoreUnavailableError)
+            found = Reserved(0, first, (), "unavailable" if is_unavailable else "late")
         room = PutRoom(
             self._link, found, sizes[found.start - first :], durable, is_unavailable=is_unavailable
         )
@@ -241,7 +243,7 @@ class PrefixStore:
     def flush(self, *, deadline_s: float = 10.0) -> bool:
         """Wait until what is stored has reached its owners and the SSD; False if time ran out."""
         try:
-            return self._link.flush(Deadline.after(deadline_s))
+            return self._link.flush(deadline_of_call(deadline_s))
         except _Gone as error:
             self._note(error)
             return False
@@ -249,7 +251,7 @@ class PrefixStore:
     def stats(self, *, deadline_s: float = DEADLINE_S) -> Mapping[str, Any]:
         """Gauges and counters of the node, and of this client; empty if the node is gone."""
         try:
-            stats = dict(self._link.stats(Deadline.after(deadline_s)))
+            stats = dict(self._link.stats(deadline_of_call(deadline_s)))
         except _Gone as error:
             self._note(error)
             stats = {}

@@ -13,6 +13,7 @@ import pytest
 
 from policies.catalog import EVICTION
 from runtime.store.background import Background
+from runtime.store.blocks import BlockInfo, checksum
 from runtime.store.deadline import Deadline
 from runtime.store.local_link import LocalLink
 from runtime.store.node_peers import NodePeers
@@ -54,7 +55,16 @@ def test_a_block_named_twice_in_a_chain_costs_no_room_and_no_key(
     """Row 7: accounts that never come right again."""
     store, keys = opened(eviction=eviction, ssd="4MiB"), chain("a", 4)
     twice = [keys[0], keys[1], keys[0], keys[2]]
-    assert store.put(twice, blocks(twice)).stored == 2
+    with pytest.raises(ValueError, match="found one twice"):
+        store.put(twice, blocks(twice))
+    # A client that does not check is not believed.
+    end = Deadline.after(5)
+    room = store._link.reserve(twice, [BLOCK] * 4, 0, b"", False, end)
+    assert len(room.slots) == 2
+    for slot, key in zip(room.slots, keys, strict=False):
+        store._link.arena.slot(slot, BLOCK)[:] = block(key)
+    sums = [checksum(block(key)) for key in keys[:2]]
+    assert store._link.commit(room.reservation_id, sums, False, end) == 2
     store.flush()
     settled(store)
     assert store.load([keys[0], keys[0]]).leading == 1
@@ -341,8 +351,6 @@ def test_another_nodes_replica_never_takes_a_slot_for_good(opened: Open) -> None
     store = opened(replicas="none")
     node, peers = node_of(store), None
     peers = NodePeers(node)
-    from runtime.store.blocks import BlockInfo, checksum
-
     for number in range(40):
         keys = chain(f"r{number}", 2)
         infos = [

@@ -327,3 +327,34 @@ def test_every_block_that_was_flushed_is_in_the_index(tmp_path: Path) -> None:
         assert flushed + counter(store, "blocks_evicted_last_copy") >= 300
     with opened_ssd(tmp_path / "s") as ssd:
         assert ssd.verify().blocks == len(ssd) == flushed
+
+
+def test_a_call_in_a_hurry_does_not_keep_the_others_from_the_server(
+    served: Callable[..., Served], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Rows 26, 28: only a server that is gone is left alone for a while."""
+    one = served()
+    client, keys = one.client(), chain("a", 2)
+    client.put(keys, blocks(keys))
+    monkeypatch.setattr(socket_link, "RETRY_S", 1000.0)
+    client._link._drop_idle()  # type: ignore[attr-defined]
+    assert client.lookup(keys, deadline_s=1e-9) == 0
+    assert client.counters["late"] == 1
+    assert right(client, keys) == 2
+    client.close()
+
+
+@pytest.mark.parametrize("seconds", [float("inf"), 1e300, 1e6])
+def test_an_endless_deadline_is_a_long_one(served: Callable[..., Served], seconds: float) -> None:
+    """Row 28: no call waits without an end, and none fails for being patient."""
+    one = served(ssd_bytes=4 << 20)
+    client, keys = one.client(), chain("a", 2)
+    assert client.put(keys, blocks(keys), durable=True, deadline_s=seconds).stored == 2
+    assert client.lookup(keys, deadline_s=seconds) == 2
+    assert right(client, keys, seconds) == 2
+    assert client.flush(deadline_s=seconds)
+    assert client.stats(deadline_s=seconds)["client"] == {}
+    with pytest.raises(ValueError, match="found nan"):
+        client.lookup(keys, deadline_s=float("nan"))
+    assert client.put(chain("b", 1), blocks(chain("b", 1)), deadline_s=0.0).reason == "late"
+    client.close()
