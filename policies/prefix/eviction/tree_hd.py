@@ -2,8 +2,9 @@
 
 Prefix blocks form trees, and a block without its parent is of no use, so only leaves go. What a
 leaf is worth depends on how blocks *like it* were used before: a class is made of how often it was
-used, whether chains part at it or below it, and how many chains its first ancestor of the same
-increment joined when it came. For every class the hazards of reuse by age are learned
+used, whether chains part at it or below it, how many chains its first ancestor of the same
+increment joined when it came, and the octave of its price then (what weighs more in the rank must
+not borrow the hazard of what weighs less). For every class the hazards of reuse by age are learned
 (``ReuseIntervals``), blocks that were given up included. The rank of a leaf is
 
     rank = reuses per second of its class and age, at the best horizon, x cost_s / size_bytes
@@ -28,14 +29,15 @@ NUM_CATEGORIES = 4
 FREE = -5000  # stands for the octave of price 0, below that of any float
 
 _USES = (0, 0, 1, 2, 3, 3, 3, 3, 4)  # by number of uses: 1, 2, 3, 4-7, 8+
-_NUM_USES, _NUM_SHARED, _NUM_JOINS = 5, 2, 3
-NUM_CLASSES = _NUM_USES * _NUM_SHARED * _NUM_JOINS * NUM_CATEGORIES
+_NUM_USES, _NUM_SHARED, _NUM_JOINS, _NUM_BANDS = 5, 2, 3, 5
+NUM_CLASSES = _NUM_USES * _NUM_SHARED * _NUM_JOINS * _NUM_BANDS * NUM_CATEGORIES
 
 
 class _Node:
     """A block that is resident or remembered."""
 
     __slots__ = (
+        "band",
         "category",
         "children",
         "cost_s",
@@ -53,13 +55,14 @@ class _Node:
         "uses",
     )
 
-    def __init__(self, block: Block, joins: int, category: int, request: int) -> None:
+    def __init__(self, block: Block, joins: int, band: int, category: int, request: int) -> None:
         self.key = block.key
         self.parent = block.parent
         self.depth = block.depth
         self.size_bytes = block.size_bytes
         self.cost_s = block.cost_s
         self.joins = joins
+        self.band = band
         self.category = category
         self.request = request
         self.uses = 0
@@ -73,7 +76,8 @@ class _Node:
     def class_now(self) -> int:
         uses = _USES[self.uses] if self.uses < 9 else 4
         shared = uses * _NUM_SHARED + self.is_shared
-        return (shared * _NUM_JOINS + self.joins) * NUM_CATEGORIES + self.category
+        joins = shared * _NUM_JOINS + self.joins
+        return (joins * _NUM_BANDS + self.band) * NUM_CATEGORIES + self.category
 
 
 _Entry = tuple[float, int, int, _Node]  # last use, -depth, stamp, leaf
@@ -122,6 +126,7 @@ class TreeHd:
         self._category = 0
         self._next_refit = REFIT_REQUESTS // 4
         self._now = 0.0
+        self._base_price = 0.0
         self._intervals = ReuseIntervals(NUM_CLASSES)
 
     def begin_request(self, chain: Sequence[Key], *, now: float, category: int = 0) -> None:
@@ -236,11 +241,19 @@ class TreeHd:
             joins = above.joins  # the same increment
         if before:
             self._mark_shared(above)
-        node = _Node(block, joins, self._category, self._request)
+        node = _Node(block, joins, self._band(block), self._category, self._request)
         node.children = self._orphans.pop(block.key, 0)
         node.is_shared = self._branches.get(block.key, 0) > 1
         self._nodes[block.key] = node
         return node
+
+    def _band(self, block: Block) -> int:
+        """Octaves of price above the first block that had one."""
+        price = block.cost_s / block.size_bytes
+        if price <= 0:
+            return 0
+        self._base_price = self._base_price or price
+        return min(max(round(math.log2(price / self._base_price)), 0), _NUM_BANDS - 1)
 
     def _mark_shared(self, node: _Node | None) -> None:
         """Chains part at this block: that holds for all blocks before it, too."""

@@ -59,7 +59,8 @@ class ReuseIntervals:
         self._begin_s: list[float] = [now]
         self._waiting: list[list[int]] = [[0] * num_classes]
         self._passed: list[int] = [-1]  # bin that a cohort had reached at the last refit
-        self.rank: list[list[float]] = _ranks(self.hazards()).tolist()
+        unknown: list[float] = _ranks(self.hazards()[:1])[0].tolist()
+        self.rank: list[list[float]] = [unknown] * num_classes
 
     def begin(self, kind: int) -> None:
         """A wait of a block of that class begins now."""
@@ -98,7 +99,9 @@ class ReuseIntervals:
         self._passed.append(-1)
         if len(self._begin_s) > MAX_COHORTS:
             self._merge_old_cohorts()
-        self.rank = _ranks(self.hazards()).tolist()
+        met = np.flatnonzero(self._entered.any(axis=1))  # most classes never have a block
+        for kind, rank in zip(met.tolist(), _ranks(self.hazards()[met]).tolist(), strict=True):
+            self.rank[kind] = rank
 
     def hazards(self) -> NDArray[np.float64]:
         """[num_classes, NUM_BINS] probability that a wait which enters the bin ends in it."""
