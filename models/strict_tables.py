@@ -145,7 +145,7 @@ def _convert_union(arguments: tuple[Any, ...], value: Any, table: str, name: str
     kinds = [c for c in choices if dataclasses.is_dataclass(c)]
     label = f"[{table}] {name}"
     if len(kinds) > 1:
-        return _build_kind(kinds, value, f"{table}.{name}")
+        return _build_kind(kinds, value, f"{table}.{name}" if table else name)
     if len(choices) == 1:
         return _convert(choices[0], value, table, name)
     for choice in choices:

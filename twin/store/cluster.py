@@ -14,6 +14,7 @@ from typing import Any
 import simpy
 
 from policies.prefix.eviction.base import Key
+from policies.prefix.request_routing import RequestRouting, ServerState
 from traces.decisions import DecisionLog
 from traces.prefix_workloads import PrefixRequest
 from twin.store.cluster_links import ClusterNetwork
@@ -24,7 +25,7 @@ from twin.store.load_sources import LoadSources, load_sources
 from twin.store.modes import Mode
 from twin.store.pool import Room, StorePool, new_pool
 from twin.store.requests import RequestStream
-from twin.store.routing import RequestRouter, usable_blocks
+from twin.store.routing import server_states, usable_blocks
 
 Steps = Generator[simpy.Event, Any, None]
 
@@ -70,15 +71,12 @@ class PrefixCluster:
             for _ in range(deployment.num_gpus)
         ]
         self._pool = self._new_pool(log)
-        self._router = RequestRouter(
+        self._routing = RequestRouting(
             deployment.routing,
-            gpus_per_node=deployment.gpus_per_node,
-            nodes=self._nodes,
+            num_servers=deployment.num_gpus,
             prefill=deployment.prefill,
             costs=self._costs,
             block_bytes=self._block_bytes,
-            tiers=self._tiers,
-            pool=self._pool,
         )
         self._log = ClusterLog(requests, deployment.gpus_per_node)
 
@@ -108,10 +106,29 @@ class PrefixCluster:
             wait_s = request.time_s - self._env.now
             if wait_s > 0.0:
                 yield self._env.timeout(wait_s)
-            gpu = self._router.choose(at, request, self._stream.draws[at])
+            gpu = self._route(at, request)
             node = self._nodes[gpu // self._deployment.gpus_per_node]
             self._log.arrive(at, gpu, self._env.now)
             self._env.process(self._serve(at, request, _Place(gpu, node)))
+
+    def _route(self, at: int, request: PrefixRequest) -> int:
+        states: list[ServerState] = []
+        if self._routing.needs_states:
+            states = server_states(
+                request,
+                block_tokens=self._costs.block_tokens,
+                tiers=self._tiers,
+                nodes=self._nodes,
+                gpus_per_node=self._deployment.gpus_per_node,
+                pool=self._pool,
+            )
+        return self._routing.choose(
+            at,
+            session=request.session,
+            prompt_tokens=request.prompt_tokens,
+            draw=self._stream.draws[at],
+            states=states,
+        )
 
     def _sample(self) -> Steps:
         """Series: about 200 looks over the time of arrivals."""
@@ -131,7 +148,7 @@ class PrefixCluster:
         expected_s = self._deployment.prefill.seconds(
             request.prompt_tokens - own * tokens_per_block, own * tokens_per_block
         )
-        self._router.assigned(place.gpu, expected_s)
+        self._routing.assigned(place.gpu, expected_s)
         sources = LoadSources.nothing(own)
         if self._pool is not None and self._is_worth_asking(request, usable, own):
             if self._mode.lookup_s > 0.0:
@@ -151,7 +168,7 @@ class PrefixCluster:
                     request.prompt_tokens - cached_tokens, cached_tokens
                 )
             )
-        self._router.assigned(place.gpu, -expected_s)
+        self._routing.assigned(place.gpu, -expected_s)
         self._log.first_token(at, env.now, own_now, sources, cached)
         chain = request.prompt + request.generated
         tier.keep(chain)
