@@ -29,8 +29,8 @@ NUM_CATEGORIES = 4
 FREE = -5000  # stands for the octave of price 0, below that of any float
 
 _USES = (0, 0, 1, 2, 3, 3, 3, 3, 4)  # by number of uses: 1, 2, 3, 4-7, 8+
-_NUM_USES, _NUM_SHARED, _NUM_JOINS, _NUM_BANDS = 5, 2, 3, 5
-NUM_CLASSES = _NUM_USES * _NUM_SHARED * _NUM_JOINS * _NUM_BANDS * NUM_CATEGORIES
+_NUM_SHARED, _NUM_JOINS, _NUM_BANDS = 2, 3, 5
+# At most 5 x 2 x 3 x 5 x 4 classes; those are kept that were met.
 
 
 class _Node:
@@ -73,7 +73,7 @@ class _Node:
         self.is_shared = False
         self.stamp = 0
 
-    def class_now(self) -> int:
+    def class_code(self) -> int:
         uses = _USES[self.uses] if self.uses < 9 else 4
         shared = uses * _NUM_SHARED + self.is_shared
         joins = shared * _NUM_JOINS + self.joins
@@ -127,7 +127,8 @@ class TreeHd:
         self._next_refit = REFIT_REQUESTS // 4
         self._now = 0.0
         self._base_price = 0.0
-        self._intervals = ReuseIntervals(NUM_CLASSES)
+        self._intervals = ReuseIntervals(0)
+        self._kinds: dict[int, int] = {}  # class code -> its number among those met
 
     def begin_request(self, chain: Sequence[Key], *, now: float, category: int = 0) -> None:
         """Every hundred requests (earlier at first) the hazards are fitted again."""
@@ -229,8 +230,15 @@ class TreeHd:
     def _use(self, node: _Node, now: float) -> None:
         node.uses += 1
         node.last_s = self._now = now
-        node.kind = node.class_now()
+        node.kind = self._class_of(node)
         self._intervals.begin(node.kind)
+
+    def _class_of(self, node: _Node) -> int:
+        code = node.class_code()
+        kind = self._kinds.get(code)
+        if kind is None:
+            kind = self._kinds[code] = self._intervals.add_class()
+        return kind
 
     def _first_seen(self, block: Block) -> _Node:
         before = self._branches.get(block.parent, 0)
@@ -259,7 +267,7 @@ class TreeHd:
         """Chains part at this block: that holds for all blocks before it, too."""
         while node is not None and not node.is_shared:
             node.is_shared = True
-            kind = node.class_now()
+            kind = self._class_of(node)
             self._intervals.rename(node.kind, kind, node.last_s)
             node.kind = kind
             if node.is_resident and not node.children:

@@ -50,17 +50,27 @@ class ReuseIntervals:
     """
 
     def __init__(self, num_classes: int, now: float = 0.0) -> None:
-        self._num_classes = num_classes
-        self._ended = np.zeros((num_classes, NUM_BINS))
-        self._entered = np.zeros((num_classes, NUM_BINS))
+        self._ended = np.zeros((0, NUM_BINS))
+        self._entered = np.zeros((0, NUM_BINS))
         # Since the last refit; entered as differences along the bins.
-        self._new_ended = [0] * (num_classes * _ROW)
-        self._new_entered = [0] * (num_classes * _ROW)
+        self._new_ended: list[int] = []
+        self._new_entered: list[int] = []
         self._begin_s: list[float] = [now]
-        self._waiting: list[list[int]] = [[0] * num_classes]
+        self._waiting: list[list[int]] = [[]]
         self._passed: list[int] = [-1]  # bin that a cohort had reached at the last refit
-        unknown: list[float] = _ranks(self.hazards()[:1])[0].tolist()
-        self.rank: list[list[float]] = [unknown] * num_classes
+        self.rank: list[list[float]] = []
+        self._unknown: list[float] = _ranks(_PRIOR[None, :])[0].tolist()
+        for _ in range(num_classes):
+            self.add_class()
+
+    def add_class(self) -> int:
+        """A class of which nothing is known; its number."""
+        self.rank.append(self._unknown)
+        self._new_ended += [0] * _ROW
+        self._new_entered += [0] * _ROW
+        for waiting in self._waiting:
+            waiting.append(0)
+        return len(self.rank) - 1
 
     def begin(self, kind: int) -> None:
         """A wait of a block of that class begins now."""
@@ -87,21 +97,21 @@ class ReuseIntervals:
         last call's.
         """
         self._pass_cohorts(now)
-        shape = (self._num_classes, _ROW)
+        shape = (len(self.rank), _ROW)
+        unmet = ((0, len(self.rank) - len(self._entered)), (0, 0))
         entered = np.array(self._new_entered, dtype=np.float64).reshape(shape)
         ended = np.array(self._new_ended, dtype=np.float64).reshape(shape)
-        self._entered = self._entered * DECAY + np.cumsum(entered, axis=1)[:, :NUM_BINS]
-        self._ended = self._ended * DECAY + ended[:, :NUM_BINS]
+        self._entered = np.pad(self._entered * DECAY, unmet)
+        self._entered += np.cumsum(entered, axis=1)[:, :NUM_BINS]
+        self._ended = np.pad(self._ended * DECAY, unmet) + ended[:, :NUM_BINS]
         self._new_ended = [0] * len(self._new_ended)
         self._new_entered = [0] * len(self._new_entered)
         self._begin_s.append(now)
-        self._waiting.append([0] * self._num_classes)
+        self._waiting.append([0] * len(self.rank))
         self._passed.append(-1)
         if len(self._begin_s) > MAX_COHORTS:
             self._merge_old_cohorts()
-        met = np.flatnonzero(self._entered.any(axis=1))  # most classes never have a block
-        for kind, rank in zip(met.tolist(), _ranks(self.hazards()[met]).tolist(), strict=True):
-            self.rank[kind] = rank
+        self.rank = _ranks(self.hazards()).tolist()
 
     def hazards(self) -> NDArray[np.float64]:
         """[num_classes, NUM_BINS] probability that a wait which enters the bin ends in it."""
