@@ -6,7 +6,7 @@ from collections.abc import Sequence
 from contextlib import suppress
 
 from runtime.store.blocks import checksum
-from runtime.store.errors import StoreError
+from runtime.store.errors import StoreError, StoreUnavailableError
 from runtime.store.link import Reserved, StoreLink, deadline_of_call
 
 
@@ -55,8 +55,9 @@ class PutRoom:
             return self._link.commit(
                 reservation_id, checksums, self._is_durable, deadline_of_call(deadline_s)
             )
-        except StoreError:
-            self.is_unavailable = True
+        except StoreError as error:
+            self.is_unavailable = isinstance(error, StoreUnavailableError)
+            self._id = reservation_id  # it may not have been heard: see close
             return 0
 
     def close(self) -> None:

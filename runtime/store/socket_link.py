@@ -7,8 +7,9 @@ import os
 import socket
 import threading
 import time
+from collections import deque
 from collections.abc import Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from pathlib import Path
 from typing import Any, TypeVar
 
@@ -21,6 +22,8 @@ from runtime.store.wire import close_socket, recv_frame, send_frame
 
 CONNECT_S = 2.0
 RETRY_S = 1.0
+TELL_S = 0.25
+MOST_UNSAID = 4096  # what is older has expired since
 MOST_BYTES = 64 << 20
 MOST_IDLE = 8
 _Answer = TypeVar("_Answer")
@@ -52,6 +55,7 @@ class SocketLink:
         self._server = 0
         self._presence_server = 0
         self._presence: socket.socket | None = None  # never idle: while it lives, leases do
+        self._unsaid: deque[Any] = deque(maxlen=MOST_UNSAID)
         self._retry_at_s = 0.0
         self._is_closed = False
         try:
@@ -169,6 +173,7 @@ class SocketLink:
             if arena is None:
                 raise StoreUnavailableError("the store is closed")
             try:
+                self._say_unsaid(sock, deadline)
                 send_frame(sock, request, deadline, max_bytes=MOST_BYTES)
                 return recv_frame(sock, messages.Reply, deadline, MOST_BYTES), arena
             except StoreUnavailableError as error:
@@ -177,9 +182,25 @@ class SocketLink:
                 raise
 
     def _tell(self, message: Any) -> None:
-        deadline = Deadline.after(CONNECT_S)
-        with self._connection(deadline) as (sock, _):
-            send_frame(sock, message, deadline)
+        """Say something that is not answered; now, or else before the next request."""
+        deadline = Deadline.after(TELL_S)
+        try:
+            with self._connection(deadline) as (sock, _):
+                send_frame(sock, message, deadline)
+        except StoreError:
+            self._unsaid.append(message)
+            raise
+
+    def _say_unsaid(self, sock: socket.socket, deadline: Deadline) -> None:
+        """Else a server that lives would keep room for whoever gave up."""
+        while self._unsaid:
+            with suppress(IndexError):  # another thread took the last
+                message = self._unsaid.popleft()
+                try:
+                    send_frame(sock, message, deadline)
+                except StoreError:
+                    self._unsaid.append(message)
+                    raise
 
     @contextmanager
     def _connection(self, deadline: Deadline) -> Iterator[tuple[socket.socket, bool]]:

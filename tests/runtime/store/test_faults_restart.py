@@ -358,3 +358,41 @@ def test_an_endless_deadline_is_a_long_one(served: Callable[..., Served], second
         client.lookup(keys, deadline_s=float("nan"))
     assert client.put(chain("b", 1), blocks(chain("b", 1)), deadline_s=0.0).reason == "late"
     client.close()
+
+
+def test_room_of_a_commit_that_ran_out_of_time_is_given_back_at_once(
+    served: Callable[..., Served],
+) -> None:
+    """Rows 5, 6: a client that is late again and again, and lives on."""
+    one = served(reservation_s=0.2)
+    client, keys = one.client(), chain("a", 3)
+    for _ in range(10):
+        with client.reserve(keys, [BLOCK] * 3) as room:
+            assert len(room.buffers) == 3
+            assert room.commit(deadline_s=0.0) == 0
+            assert not room.is_unavailable
+    settled(client)
+    assert counter(client, "reservations_expired") == 0
+    client.close()
+
+
+def test_what_a_client_could_not_say_is_said_before_its_next_request(
+    served: Callable[..., Served], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Row 6: an abort or a release that did not get through."""
+    one = served()
+    client, keys = one.client(), chain("a", 3)
+    client.put(keys, blocks(keys))
+    found = client.load(keys)
+    with monkeypatch.context() as patch, client.reserve(chain("b", 2), [BLOCK] * 2):
+        patch.setattr(socket_link, "TELL_S", -1.0)  # no time to say anything
+        client._link._drop_idle()  # type: ignore[attr-defined]
+        found.close()
+    gauges = client.stats()["gauges"]
+    end = time.monotonic() + SOON
+    while gauges["leases"] or gauges["reservations"]:
+        assert time.monotonic() < end
+        gauges = client.stats()["gauges"]
+    settled(client)
+    assert counter(client, "leases_expired") == counter(client, "reservations_expired") == 0
+    client.close()
