@@ -290,6 +290,8 @@ def soak(seconds: float, seed: int, folder: Path, show: Callable[[float, float],
         for name, one in judged.items()
         if one["growth"] > one["bar"]
     ]
+    if judged["overdue_slots"]["mean"] > 0.002 * SLOTS:  # late writers are seen off at once
+        faults.append(f"{judged['overdue_slots']['mean']} slots stay with late writers")
     if judged["ssd_used_bytes"]["most"] > SSD_BYTES:
         faults.append("more SSD used than given")
     thin = max(1, len(samples) // 100)
