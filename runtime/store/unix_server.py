@@ -27,6 +27,7 @@ from runtime.store.node_stats import node_stats
 from runtime.store.wire import ClosedError, close_socket, recv_frame, send_frame
 
 GREETING_S = 5.0
+PROBE_S = 2.0
 REPLY_S = 5.0
 ACCEPT_PAUSE_S = 0.1
 IDLE_S = 3600.0 * 24 * 365
@@ -261,8 +262,11 @@ def _listen(path: Path) -> socket.socket:
         if path.exists():
             if not stat.S_ISSOCK(path.stat().st_mode):
                 raise StoreSetupError(f"{path}: is there and is not a socket")
+            sock.settimeout(PROBE_S)
             try:
                 sock.connect(os.fspath(path))
+            except (TimeoutError, BlockingIOError):  # it listens, and is too busy to say so
+                raise StoreSetupError(f"{path}: another server listens there") from None
             except OSError:
                 path.unlink()  # nobody listens: a server that was killed left it
                 sock.close()

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import os
 import signal
 import socket
@@ -17,6 +18,7 @@ from runtime.store import messages, socket_link
 from runtime.store.arena import SharedArena, arena_path
 from runtime.store.config import StoreConfig
 from runtime.store.deadline import Deadline
+from runtime.store.errors import StoreSetupError
 from runtime.store.node import StoreNode
 from runtime.store.offline import opened_ssd
 from runtime.store.store import PrefixStore, connect, open_store
@@ -396,3 +398,23 @@ def test_what_a_client_could_not_say_is_said_before_its_next_request(
     settled(client)
     assert counter(client, "leases_expired") == counter(client, "reservations_expired") == 0
     client.close()
+
+
+def test_a_socket_of_a_server_that_hangs_is_not_taken_over(
+    tmp_path: Path, served: Callable[..., Served], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Rows 26, 28: the start does not wait for it either."""
+    monkeypatch.setattr("runtime.store.unix_server.PROBE_S", 0.2)
+    path = tmp_path / "busy"
+    with contextlib.ExitStack() as stack:
+        listener = stack.enter_context(socket.socket(socket.AF_UNIX, socket.SOCK_STREAM))
+        listener.bind(os.fspath(path))
+        listener.listen(0)  # and nobody accepts
+        for _ in range(4):
+            client = stack.enter_context(socket.socket(socket.AF_UNIX, socket.SOCK_STREAM))
+            client.setblocking(False)
+            with contextlib.suppress(BlockingIOError):
+                client.connect(os.fspath(path))
+        with pytest.raises(StoreSetupError, match="another server listens there"):
+            UnixServer(served().node, path)
+        assert path.exists()
