@@ -22,81 +22,17 @@ from collections.abc import Container, Sequence
 
 from policies.prefix.eviction.base import Block, Key
 from policies.prefix.eviction.tree_hd_intervals import ReuseIntervals, age_bin
+from policies.prefix.eviction.tree_hd_nodes import (
+    FREE,
+    NUM_BANDS,
+    NUM_CATEGORIES,
+    LeafQueue,
+    Node,
+    is_leaf,
+)
 
 REFIT_REQUESTS = 100
 HISTORY_PER_CAPACITY = 4
-NUM_CATEGORIES = 4
-FREE = -5000  # stands for the octave of price 0, below that of any float
-
-_USES = (0, 0, 1, 2, 3, 3, 3, 3, 4)  # by number of uses: 1, 2, 3, 4-7, 8+
-_NUM_SHARED, _NUM_JOINS, _NUM_BANDS = 2, 3, 5
-# At most 5 x 2 x 3 x 5 x 4 classes; those are kept that were met.
-
-
-class _Node:
-    """A block that is resident or remembered."""
-
-    __slots__ = (
-        "band",
-        "category",
-        "children",
-        "cost_s",
-        "depth",
-        "is_resident",
-        "is_shared",
-        "joins",
-        "key",
-        "kind",
-        "last_s",
-        "parent",
-        "request",
-        "size_bytes",
-        "stamp",
-        "uses",
-    )
-
-    def __init__(self, block: Block, joins: int, band: int, category: int, request: int) -> None:
-        self.key = block.key
-        self.parent = block.parent
-        self.depth = block.depth
-        self.size_bytes = block.size_bytes
-        self.cost_s = block.cost_s
-        self.joins = joins
-        self.band = band
-        self.category = category
-        self.request = request
-        self.uses = 0
-        self.kind = 0
-        self.last_s = 0.0
-        self.children = 0
-        self.is_resident = False
-        self.is_shared = False
-        self.stamp = 0
-
-    def class_code(self) -> int:
-        uses = _USES[self.uses] if self.uses < 9 else 4
-        shared = uses * _NUM_SHARED + self.is_shared
-        joins = shared * _NUM_JOINS + self.joins
-        return (joins * _NUM_BANDS + self.band) * NUM_CATEGORIES + self.category
-
-
-_Entry = tuple[float, int, int, _Node]  # last use, -depth, stamp, leaf
-
-
-def _is_leaf(entry: _Entry) -> bool:
-    """Whether the entry still tells of a leaf: later entries carry a later stamp."""
-    node = entry[3]
-    return node.stamp == entry[2] and node.is_resident and not node.children
-
-
-class _Queue:
-    """Leaves of one class and octave of price, oldest first; entries may be out of date."""
-
-    __slots__ = ("heap", "version")
-
-    def __init__(self) -> None:
-        self.heap: list[_Entry] = []
-        self.version = 0
 
 
 class TreeHd:
@@ -106,20 +42,20 @@ class TreeHd:
 
     def __init__(self, capacity_bytes: int) -> None:
         self._history_limit_bytes = HISTORY_PER_CAPACITY * capacity_bytes
-        self._nodes: dict[Key, _Node] = {}
+        self._nodes: dict[Key, Node] = {}
         self._history: OrderedDict[Key, None] = OrderedDict()  # first given up first
         self._history_bytes = 0
         self._num_resident = 0
         # By parent: children that are known, and resident ones whose parent is unknown.
         self._branches: dict[Key | None, int] = {}
         self._orphans: dict[Key, int] = {}
-        self._queues: dict[tuple[int, int], _Queue] = {}
+        self._queues: dict[tuple[int, int], LeafQueue] = {}
         self._num_entries = 0
         # The queues by the rank of their oldest leaf, as of one moment; old versions are skipped.
-        self._order: list[tuple[float, tuple[float, int, int], _Queue, int]] = []
-        self._unranked: dict[_Queue, None] = {}
+        self._order: list[tuple[float, tuple[float, int, int], LeafQueue, int]] = []
+        self._unranked: dict[LeafQueue, None] = {}
         self._ranked_at = -1.0  # -1: something else than a push has changed since
-        self._aside: list[_Node] = []
+        self._aside: list[Node] = []
         self._new_leaves: dict[Key, None] = {}
         self._stamp = 0
         self._request = 0
@@ -175,12 +111,12 @@ class TreeHd:
         self._queue_new_leaves()
         self._rank_queues(pinned, now)
         order = self._order
-        node: _Node | None = None
+        node: Node | None = None
         while order:
             queue, version = order[0][2:]
             if queue.version != version:
                 heapq.heappop(order)
-            elif _is_leaf(queue.heap[0]) and queue.heap[0][3].key not in pinned:
+            elif is_leaf(queue.heap[0]) and queue.heap[0][3].key not in pinned:
                 node = heapq.heappop(queue.heap)[3]
                 self._num_entries -= 1
                 self._unranked[queue] = None
@@ -221,26 +157,26 @@ class TreeHd:
     def __len__(self) -> int:
         return self._num_resident
 
-    def _resident(self, key: Key) -> _Node:
+    def _resident(self, key: Key) -> Node:
         node = self._nodes[key]
         if not node.is_resident:
             raise KeyError(key)
         return node
 
-    def _use(self, node: _Node, now: float) -> None:
+    def _use(self, node: Node, now: float) -> None:
         node.uses += 1
         node.last_s = self._now = now
         node.kind = self._class_of(node)
         self._intervals.begin(node.kind)
 
-    def _class_of(self, node: _Node) -> int:
+    def _class_of(self, node: Node) -> int:
         code = node.class_code()
         kind = self._kinds.get(code)
         if kind is None:
             kind = self._kinds[code] = self._intervals.add_class()
         return kind
 
-    def _first_seen(self, block: Block) -> _Node:
+    def _first_seen(self, block: Block) -> Node:
         before = self._branches.get(block.parent, 0)
         self._branches[block.parent] = before + 1
         above = None if block.parent is None else self._nodes.get(block.parent)
@@ -249,7 +185,7 @@ class TreeHd:
             joins = above.joins  # the same increment
         if before:
             self._mark_shared(above)
-        node = _Node(block, joins, self._band(block), self._category, self._request)
+        node = Node(block, joins, self._band(block), self._category, self._request)
         node.children = self._orphans.pop(block.key, 0)
         node.is_shared = self._branches.get(block.key, 0) > 1
         self._nodes[block.key] = node
@@ -261,9 +197,9 @@ class TreeHd:
         if price <= 0:
             return 0
         self._base_price = self._base_price or price
-        return min(max(round(math.log2(price / self._base_price)), 0), _NUM_BANDS - 1)
+        return min(max(round(math.log2(price / self._base_price)), 0), NUM_BANDS - 1)
 
-    def _mark_shared(self, node: _Node | None) -> None:
+    def _mark_shared(self, node: Node | None) -> None:
         """Chains part at this block: that holds for all blocks before it, too."""
         while node is not None and not node.is_shared:
             node.is_shared = True
@@ -289,7 +225,7 @@ class TreeHd:
         if above.children == 0 and above.is_resident:
             self._new_leaves[parent] = None
 
-    def _leave(self, node: _Node, now: float) -> None:
+    def _leave(self, node: Node, now: float) -> None:
         node.is_resident = False
         self._num_resident -= 1
         self._count_child(node.parent, -1)
@@ -298,7 +234,7 @@ class TreeHd:
         while self._history_bytes > self._history_limit_bytes:
             self._forget(self._nodes[next(iter(self._history))], now)
 
-    def _forget(self, node: _Node, now: float) -> None:
+    def _forget(self, node: Node, now: float) -> None:
         del self._history[node.key]
         self._history_bytes -= node.size_bytes
         del self._nodes[node.key]
@@ -323,14 +259,14 @@ class TreeHd:
         if self._num_entries > 2 * self._num_resident + 64:
             self._drop_old_entries()
 
-    def _push(self, node: _Node) -> None:
+    def _push(self, node: Node) -> None:
         self._stamp += 1
         node.stamp = self._stamp
         price = node.cost_s / node.size_bytes
         octave = math.frexp(price)[1] if price else FREE
         queue = self._queues.get((node.kind, octave))
         if queue is None:
-            queue = self._queues[node.kind, octave] = _Queue()
+            queue = self._queues[node.kind, octave] = LeafQueue()
         entry = (node.last_s, -node.depth, node.stamp, node)
         heapq.heappush(queue.heap, entry)
         self._num_entries += 1
@@ -346,14 +282,14 @@ class TreeHd:
             self._rank_oldest(queue, pinned, now)
         self._unranked.clear()
 
-    def _rank_oldest(self, queue: _Queue, pinned: Container[Key], now: float) -> None:
+    def _rank_oldest(self, queue: LeafQueue, pinned: Container[Key], now: float) -> None:
         """Bring the oldest unpinned leaf to the front and rank it; pinned ones are put aside."""
         queue.version += 1
         heap = queue.heap
         while heap:
             entry = heap[0]
             node = entry[3]
-            if _is_leaf(entry):
+            if is_leaf(entry):
                 if node.key not in pinned:
                     rank = self._intervals.rank[node.kind][age_bin(now - node.last_s)]
                     rank *= node.cost_s / node.size_bytes
@@ -366,7 +302,7 @@ class TreeHd:
     def _drop_old_entries(self) -> None:
         self._num_entries = 0
         for name, queue in list(self._queues.items()):
-            queue.heap = [entry for entry in queue.heap if _is_leaf(entry)]
+            queue.heap = [entry for entry in queue.heap if is_leaf(entry)]
             heapq.heapify(queue.heap)
             self._num_entries += len(queue.heap)
             if not queue.heap:
