@@ -82,7 +82,7 @@ class Loader:
                 it copies them. Blocks from elsewhere are always checked on arrival.
             tenant: Whose quota blocks count against that are brought into memory.
         """
-        state = self._state
+        state, is_told = self._state, False
         pinned: list[bytes] = []
         sources: list[Source] = []
         brought: dict[int, Room] = {}
@@ -103,10 +103,13 @@ class Loader:
             self._bring(sources, brought, arrived, deadline, is_checked)
             self._settle(brought, arrived)  # before waiting: others may wait for these
             self._await_others(sources, arrived, deadline)
+            is_told = True
         finally:
             with state.lock:
                 try:
                     offer = self._offer(sources, brought, arrived, holder)
+                    if not is_told and offer.lease is not None:  # nobody will ever close it
+                        state.leases.close(offer.lease.lease_id, holder)
                 finally:
                     state.leases.unpin(pinned)
                     state.tell()

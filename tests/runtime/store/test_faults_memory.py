@@ -154,6 +154,7 @@ def test_an_error_in_the_middle_of_a_load_leaves_nothing_pinned(
     store.close()
     store = opened(ssd="4MiB")
     node = node_of(store)
+    assert right(store, keys[:2]) == 2  # in memory from now on
 
     def fail(*args: Any, **options: Any) -> Any:
         raise RuntimeError("injected")
