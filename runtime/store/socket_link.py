@@ -238,7 +238,8 @@ class SocketLink:
     def _drop(self, sock: socket.socket) -> None:
         with self._lock:
             self._open.pop(sock, None)
-        close_socket(sock)
+        # Not shut down before: the server is to see an answer that nobody read as a reset.
+        sock.close()
 
     def _connect(self, deadline: Deadline) -> socket.socket:
         sock, arena = self._open_socket(deadline)
