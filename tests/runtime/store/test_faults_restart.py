@@ -418,3 +418,29 @@ def test_a_socket_of_a_server_that_hangs_is_not_taken_over(
         with pytest.raises(StoreSetupError, match="another server listens there"):
             UnixServer(served().node, path)
         assert path.exists()
+
+
+def test_room_whose_answer_came_too_late_is_given_back_at_once(
+    served: Callable[..., Served], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Row 6: the answer is sent just when the client gives up, and the client lives on."""
+    one = served(reservation_s=0.5)
+    client = one.client()
+    reserve = one.node.reserve
+
+    def slow(*args: Any, **options: Any) -> Any:
+        found = reserve(*args, **options)
+        time.sleep(0.05)
+        return found
+
+    monkeypatch.setattr(one.node, "reserve", slow)
+    for number in range(40):
+        keys = chain(f"k{number}", 2)
+        # Around the moment of the answer, so that it is missed by more and by less.
+        client.put(keys, blocks(keys), deadline_s=0.045 + 0.0005 * (number % 20))
+    settled(client)
+    time.sleep(0.6)
+    client.put(chain("z", 1), blocks(chain("z", 1)))
+    assert client.stats()["gauges"]["overdue_slots"] == 0
+    assert counter(client, "reservations_expired") == 0
+    client.close()
