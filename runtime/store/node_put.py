@@ -13,8 +13,9 @@ from runtime.store.leases import Holder
 from runtime.store.node_memory import Room
 from runtime.store.node_state import NodeState
 
+TENANT_BYTES = 16
 PutReason = Literal[
-    "", "exists", "busy", "full", "quota", "orphan", "size", "late", "rule", "unavailable"
+    "", "exists", "busy", "full", "quota", "orphan", "size", "late", "rule", "unavailable", "no_ssd"
 ]
 
 
@@ -81,13 +82,20 @@ class Writer:
             first: Position of the first block that the writer has.
             tenant: Tag of the tenant.
             holder: Who writes.
-            is_here: Whether this node answers for them, whatever the owner rule says.
+            is_here: Whether this node answers for them, whatever the owner rule says, and has to
+                bring them to its SSD.
+
+        Raises:
+            ValueError: If no tenant has such a tag.
         """
         state = self._state
+        require_tenant(tenant)
         with state.lock:
             self.expire()
             known = state.leading(keys)
             start = max(first, known)
+            if is_here and state.ssd is None:
+                return self._refused(holder, start, "no_ssd")
             if first > known:
                 return self._refused(holder, start, "orphan")
             if start >= len(keys):
@@ -124,8 +132,14 @@ class Writer:
             return self._place(infos, is_owned, owner, keys, start, holder)
 
     def receive(self, infos: Sequence[BlockInfo], *, is_owned: bool, holder: Holder) -> Reservation:
-        """Room for a region that another node sends; its leading new blocks."""
+        """Room for a region that another node sends; its leading new blocks.
+
+        Raises:
+            ValueError: If no tenant has the tag of one.
+        """
         state = self._state
+        for info in infos:
+            require_tenant(info.tenant)
         with state.lock:
             self.expire()
             end = 0
@@ -206,8 +220,12 @@ class Writer:
 
         Returns:
             Rooms of the blocks that are stored; none if the reservation had expired.
+
+        Raises:
+            ValueError: If one is no checksum; the reservation stays as it was.
         """
         state = self._state
+        require_checksums(checksums)
         with state.lock:
             self.expire()
             reservation = self._open.get(reservation_id)
@@ -297,6 +315,28 @@ class Writer:
     def num_open(self) -> int:
         """Reservations that are neither committed nor given back."""
         return len(self._open)
+
+
+def require_checksums(checksums: Sequence[int]) -> None:
+    """Refuse what cannot be the CRC32C of a block, before anything changes.
+
+    Raises:
+        ValueError: If one is no whole number of 32 bits.
+    """
+    for number, crc in enumerate(checksums):
+        if not isinstance(crc, int) or not 0 <= crc < 2**32:
+            raise ValueError(f"checksum {number} must be a whole number of 32 bits, found {crc!r}")
+
+
+def require_tenant(tenant: bytes) -> None:
+    """Refuse what cannot be the tag of a tenant.
+
+    Raises:
+        ValueError: If it is neither empty nor of the length of a tag.
+    """
+    if not isinstance(tenant, bytes) or len(tenant) not in (0, TENANT_BYTES):
+        found = f"{len(tenant)} bytes" if isinstance(tenant, bytes) else type(tenant).__name__
+        raise ValueError(f"tenant must be 0 or {TENANT_BYTES} bytes, found {found}")
 
 
 def _reason(reason: str) -> PutReason:
