@@ -7,6 +7,8 @@ ever; it then finds the generation of its slots changed.
 
 from __future__ import annotations
 
+import math
+from collections import OrderedDict
 from collections.abc import Callable, Collection, Iterable, Iterator, Sequence
 from dataclasses import dataclass
 
@@ -46,20 +48,23 @@ class Leases(Collection[bytes]):
         """
         self._on_end = on_end
         self._pins: dict[bytes, int] = {}
-        self._leases: dict[int, Lease] = {}
+        # In the order of their ends, too: those that are over are the first ones.
+        self._leases: OrderedDict[int, Lease] = OrderedDict()
+        self._last_end_s = -math.inf
         self._of_holder: dict[Holder, dict[int, None]] = {}
         self._next_id = first_id
 
     def open(
         self, holder: Holder, keys: Sequence[bytes], passing: Sequence[Room], ends_s: float
     ) -> Lease:
-        """Pin blocks for a holder."""
+        """Pin blocks for a holder; a lease never ends before one that was opened earlier."""
+        self._last_end_s = max(self._last_end_s, ends_s)
         lease = Lease(
             lease_id=self._next_id,
             holder=holder,
             keys=tuple(keys),
             passing=tuple(passing),
-            ends_s=ends_s,
+            ends_s=self._last_end_s,
         )
         self._next_id += 1
         self._leases[lease.lease_id] = lease
@@ -84,10 +89,14 @@ class Leases(Collection[bytes]):
 
     def expire(self, now: float) -> int:
         """End the leases that are over; how many there were."""
-        over = [lease for lease in self._leases.values() if lease.ends_s <= now]
-        for lease in over:
-            self._end(lease)
-        return len(over)
+        count = 0
+        while self._leases:
+            first = next(iter(self._leases.values()))
+            if first.ends_s > now:
+                break
+            self._end(first)
+            count += 1
+        return count
 
     def pin(self, keys: Iterable[bytes]) -> None:
         """Pin blocks for work of the node itself; ``unpin`` has to follow."""
@@ -129,3 +138,22 @@ class Leases(Collection[bytes]):
 
     def __len__(self) -> int:
         return len(self._pins)
+
+
+class PinnedChain(Collection[bytes]):
+    """Pinned blocks and a chain, as they are at any moment: nothing is copied."""
+
+    __slots__ = ("_chain", "_leases")
+
+    def __init__(self, leases: Leases, chain: Iterable[bytes]) -> None:
+        self._leases, self._chain = leases, dict.fromkeys(chain)
+
+    def __contains__(self, key: object) -> bool:
+        return key in self._leases or key in self._chain
+
+    def __iter__(self) -> Iterator[bytes]:
+        yield from self._leases
+        yield from (key for key in self._chain if key not in self._leases)
+
+    def __len__(self) -> int:
+        return len(self._leases) + sum(key not in self._leases for key in self._chain)

@@ -22,6 +22,7 @@ from policies.prefix.store_settings import StoreSettings
 from runtime.store.arena import SharedArena, arena_path, sweep_arenas
 from runtime.store.background import Background
 from runtime.store.blocks import BlockInfo, checksum
+from runtime.store.calls import Calls
 from runtime.store.config import StoreConfig
 from runtime.store.counters import Counters
 from runtime.store.deadline import Deadline
@@ -54,6 +55,8 @@ class StoreNode:
         config: As set up.
         state: Shared by the parts.
         arena: The shared memory.
+        calls: What runs; after ``close`` every verb raises ``StoreUnavailableError``, and what only
+            gives something back does nothing.
     """
 
     def __init__(self, config: StoreConfig) -> None:
@@ -142,6 +145,7 @@ class StoreNode:
         self._sender: Background[RegionToSend] | None = None
         self._loader = Loader(self.state, self._executor, None, self.queue_flush)
         self._writer = Writer(self.state, self.queue_flush, self._queue_send)
+        self.calls = Calls()
         self._is_closing = threading.Event()
         self._housekeeper = threading.Thread(
             target=self._keep_house, name="store-house", daemon=True
@@ -231,7 +235,7 @@ class StoreNode:
         cheaper computed.
         """
         state = self.state
-        with state.lock:
+        with self.calls.running(), state.lock:
             if state.config.costs is None:
                 return state.leading(keys)
             return worth_loading(state, keys, state.config.costs).wanted
@@ -247,29 +251,32 @@ class StoreNode:
         tenant: bytes = b"",
     ) -> Offer:
         """Hold the valid leading blocks for a reader; never raises for what is missing."""
-        return self._loader.load(
-            keys,
-            holder=holder,
-            deadline=deadline,
-            category=category,
-            is_checked=is_checked,
-            tenant=tenant,
-        )
+        with self.calls.running():
+            return self._loader.load(
+                keys,
+                holder=holder,
+                deadline=deadline,
+                category=category,
+                is_checked=is_checked,
+                tenant=tenant,
+            )
 
     def doubt(self, key: bytes) -> None:
         """A block in memory did not look right to a reader: drop it if it is broken."""
         state = self.state
-        with state.lock:
-            room = state.memory.get(key)
+        with self.calls.ending() as is_there, state.lock:
+            room = state.memory.get(key) if is_there else None
             if room is not None and checksum(state.memory.view(room)) != room.info.crc:
                 state.forget_broken(room)
 
     def release(self, lease_id: int, holder: Holder) -> bool:
         """The reader is done; False if the lease had ended before."""
-        with self.state.lock:
-            is_known = self.state.leases.close(lease_id, holder)
-            self.state.tell()
-            return is_known
+        is_known = False
+        with self.calls.ending() as is_there, self.state.lock:
+            if is_there:
+                is_known = self.state.leases.close(lease_id, holder)
+                self.state.tell()
+        return is_known
 
     def reserve(
         self,
@@ -282,9 +289,10 @@ class StoreNode:
         is_durable: bool = False,
     ) -> Reservation:
         """Room for the new end of a chain; durable blocks are owned by the node that writes."""
-        return self._writer.reserve(
-            keys, lengths, first=first, tenant=tenant, holder=holder, is_here=is_durable
-        )
+        with self.calls.running():
+            return self._writer.reserve(
+                keys, lengths, first=first, tenant=tenant, holder=holder, is_here=is_durable
+            )
 
     def commit(
         self,
@@ -296,34 +304,42 @@ class StoreNode:
         is_durable: bool = False,
     ) -> int:
         """Written blocks become visible; how many leading ones are stored (durably, if asked)."""
-        rooms = self._writer.commit(reservation_id, checksums, holder)
-        if not is_durable or not rooms:
-            return len(rooms)
-        keys = [room.info.key for room in rooms]
-        self._flusher.wait_for(self._flusher.add(keys), deadline)
-        with self.state.lock:
-            durable = [self.state.policy.on_ssd(key) for key in keys]
-        return durable.index(False) if False in durable else len(durable)
+        with self.calls.running():
+            rooms = self._writer.commit(reservation_id, checksums, holder)
+            if not is_durable or not rooms:
+                return len(rooms)
+            keys = [room.info.key for room in rooms]
+            self._flusher.wait_for(self._flusher.add(keys), deadline)
+            with self.state.lock:
+                durable = [self.state.policy.on_ssd(key) for key in keys]
+            return durable.index(False) if False in durable else len(durable)
 
     def abort(self, reservation_id: int, holder: Holder) -> None:
         """Nothing will be written to that room."""
-        self._writer.abort(reservation_id, holder)
+        with self.calls.ending() as is_there:
+            if is_there:
+                self._writer.abort(reservation_id, holder)
 
     def leave(self, holder: Holder) -> None:
         """A reader or writer went away: its leases and reservations end."""
-        with self.state.lock:
+        with self.calls.ending() as is_there, self.state.lock:
+            if not is_there:
+                return
             self.state.counters.add("leases_left_behind", self.state.leases.close_all(holder))
             self.state.counters.add("reservations_left_behind", self._writer.abort_all(holder))
 
     def receive(self, infos: Sequence[BlockInfo], *, is_owned: bool, holder: Holder) -> Reservation:
         """Room for a region that another node sends."""
-        return self._writer.receive(infos, is_owned=is_owned, holder=holder)
+        with self.calls.running():
+            return self._writer.receive(infos, is_owned=is_owned, holder=holder)
 
     def flush(self, deadline: Deadline) -> bool:
         """Wait until what was stored up to now is sent to its owners and on SSD."""
-        if self._sender is not None and not self._sender.wait_for(self._sender.num_added, deadline):
-            return False
-        return self._flusher.wait_for(self._flusher.num_added, deadline)
+        with self.calls.running():
+            sender, flusher = self._sender, self._flusher
+            if sender is not None and not sender.wait_for(sender.num_added, deadline):
+                return False
+            return flusher.wait_for(flusher.num_added, deadline)
 
     def gauges(self) -> Mapping[str, float]:
         """What is held at this moment."""
@@ -348,9 +364,16 @@ class StoreNode:
             }
 
     def close(self, deadline: Deadline | None = None) -> None:
-        """Write what waits for SSD, within the deadline (10 s), and let go of everything."""
+        """Write what waits for SSD, within the deadline (10 s), and let go of everything.
+
+        Calls that run have half of that time to end; further ones, of close too, do nothing.
+        """
         deadline = deadline or Deadline.after(10.0)
+        if not self.calls.close():
+            return
         self._is_closing.set()
+        if not self.calls.finish(Deadline.after(deadline.left_s() / 2)):
+            _log.warning("closed while calls were running")
         self._housekeeper.join(max(0.1, deadline.left_s()))
         if self._sender is not None:
             self._sender.stop(deadline)
@@ -362,6 +385,8 @@ class StoreNode:
         while not self._is_closing.wait(HOUSEKEEPING_S):
             try:
                 self._writer.expire()
+                with self.state.lock:
+                    self.state.forget_strangers(now=self.state.now())
                 if self.state.ssd is not None and self.state.now() >= due:
                     self.state.ssd.compact(Deadline.after(COMPACTION_S))
                     due = self.state.now() + COMPACTION_S

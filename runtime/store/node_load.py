@@ -120,7 +120,7 @@ class Loader:
     ) -> None:
         """Slots for the blocks that are elsewhere, root first, as far as there is room."""
         state = self._state
-        position = 0
+        position, pinned = 0, state.pin_chain(keys)
         while position < len(sources):
             if sources[position].place not in ("ssd", "remote"):
                 position += 1
@@ -131,7 +131,7 @@ class Loader:
             found, _ = state.memory.reserve(
                 [sources[i].info for i in range(position, end)],
                 is_owned=place == "ssd",
-                pinned=state.pin_chain(keys),
+                pinned=pinned,
                 may_pass=True,
                 now=state.now(),
             )

@@ -13,7 +13,6 @@ from runtime.store.deadline import Deadline
 from runtime.store.node import StoreNode
 from runtime.store.node_memory import Room
 from runtime.store.node_put import Reservation
-from runtime.store.node_state import NodeState
 from runtime.store.owner_sender import take_over
 from runtime.store.peer_messages import Announcement, Removal
 
@@ -35,14 +34,22 @@ class NodePeers:
         self, keys: Sequence[bytes]
     ) -> Iterator[Sequence[tuple[BlockInfo, memoryview] | None]]:
         """The blocks that are here, pinned while open; those on SSD are read first."""
+        with self._node.calls.running():
+            yield from self._opened(keys)
+
+    def _opened(
+        self, keys: Sequence[bytes]
+    ) -> Iterator[Sequence[tuple[BlockInfo, memoryview] | None]]:
         state = self._state
         with state.lock:
-            state.policy.read(keys, now=state.now())
+            to_flush = state.policy.read(keys, now=state.now()).flush
             found: list[Room | None] = [state.memory.get(key) for key in keys]
             state.leases.pin(keys)
         passing: list[Room] = []
         deadline = Deadline.after(SSD_READ_S)
         try:
+            if to_flush:
+                self._node.queue_flush([key for key in to_flush if isinstance(key, bytes)])
             for i, room in enumerate(found):
                 if room is None and state.policy.on_ssd(keys[i]):
                     found[i] = self._read_from_ssd(keys[i], keys, passing, deadline)
@@ -64,18 +71,9 @@ class NodePeers:
         with state.lock:
             if (arrived := state.memory.get(key)) is not None:  # brought by a load meanwhile
                 return arrived
-            held = state.directory.held_at(key, state.config.node, "ssd")
-            if held is None or state.policy.is_reserved(key) or state.ssd is None:
+            info = None if state.ssd is None else state.ssd.info(key)
+            if info is None or state.policy.is_reserved(key) or state.ssd is None:
                 return None
-            info = BlockInfo(
-                key=key,
-                parent=b"",
-                region=held.region if isinstance(held.region, bytes) else key,
-                index=held.index,
-                depth=held.depth,
-                length=held.length,
-                crc=0,
-            )
             rooms, _ = state.memory.reserve(
                 [info], is_owned=True, pinned=state.pin_chain(chain), may_pass=True, now=state.now()
             )
@@ -99,21 +97,33 @@ class NodePeers:
                 else:
                     passing.append(room)
                 state.changed.notify_all()
-        return replace(room, info=read) if read is not None and read.length == held.length else None
+        return replace(room, info=read) if read is not None and read.length == info.length else None
 
     @contextmanager
     def receive_region(
         self, infos: Sequence[BlockInfo], writer: str, is_owned: bool, deadline: Deadline
     ) -> Iterator[_Incoming]:
         """Room for a region of a writer; what is here already is taken and thrown away."""
+        with self._node.calls.running():
+            yield from self._received(infos, is_owned, deadline)
+
+    def _received(
+        self, infos: Sequence[BlockInfo], is_owned: bool, deadline: Deadline
+    ) -> Iterator[_Incoming]:
         state = self._state
         with state.lock:
             here = 0
             while here < len(infos) and state.memory.get(infos[here].key) is not None:
                 here += 1
-            reservation = self._node.receive(infos[here:], is_owned=is_owned, holder=self._holder)
             known = [info.key for info in infos[:here]]
-            state.leases.pin(known)
+            state.leases.pin(known)  # first: the rest must not push them out
+            try:
+                reservation = self._node.receive(
+                    infos[here:], is_owned=is_owned, holder=self._holder
+                )
+            except BaseException:
+                state.leases.unpin(known)
+                raise
         try:
             yield _Incoming(self._node, self._holder, infos, here, reservation, is_owned, deadline)
         finally:
@@ -135,6 +145,7 @@ class NodePeers:
         state = self._state
         with state.lock:
             now = state.now()
+            is_live = node in state.weights
             for change in added:
                 held = Held(change.region, change.index, change.depth, change.length)
                 is_entered = state.directory.add(
@@ -145,17 +156,16 @@ class NodePeers:
                     tier=change.tier,
                     is_owned=change.is_owned,
                 )
-                if is_entered and change.tier == "memory":
+                if is_entered and is_live and change.tier == "memory":
                     state.policy.set_elsewhere(change.key, True, now=now)
             for gone in removed:
                 if state.directory.discard(node, incarnation, gone.key, tier=gone.tier):
-                    reprice(state, gone.key, now)
+                    state.reprice(gone.key)
 
     def retained(self, node: str, incarnation: int, kept: Collection[tuple[bytes, str]]) -> None:
         """Another node has said all that it holds: forget the rest."""
         state = self._state
         with state.lock:
-            now = state.now()
             for holding in state.directory.holdings(node):
                 key = holding.key
                 if (
@@ -163,7 +173,7 @@ class NodePeers:
                     and (key, holding.tier) not in kept
                     and state.directory.discard(node, incarnation, key, tier=holding.tier)
                 ):
-                    reprice(state, key, now)
+                    state.reprice(key)
 
     def directory_page(self, after: bytes, limit: int) -> Sequence[Announcement]:
         """What this node holds, by ascending key.
@@ -214,8 +224,11 @@ class NodePeers:
 
     def joined(self, node: str, incarnation: int, weight: float) -> None:
         """A node is there, or there again: it may be asked and may own."""
-        with self._state.lock:
-            self._state.weights[node] = weight
+        state = self._state
+        with state.lock:
+            state.weights[node] = weight
+            for holding in state.directory.holdings(node):  # said before it was known to live
+                state.reprice(holding.key)
 
     def left(self, node: str) -> None:
         """A node is gone: copies of its blocks are promoted, its own are forgotten."""
@@ -223,12 +236,11 @@ class NodePeers:
         flush: list[bytes] = []
         with state.lock:
             state.weights.pop(node, None)
-            now = state.now()
             promoted = state.directory.promotions(node, state.weights)
             orphans = [h.key for h in state.directory.holdings(node) if isinstance(h.key, bytes)]
             state.directory.forget_node(node)
             for key in orphans:
-                reprice(state, key, now)
+                state.reprice(key)
             mine = promoted.get(state.config.node, ())
             flush = take_over(state, [key for key in mine if isinstance(key, bytes)])
             state.counters.add("nodes_lost")
@@ -254,7 +266,9 @@ class _Incoming:
         self._infos, self._here, self._is_owned = infos, here, is_owned
         self._deadline = deadline
         memory = node.state.memory
-        thrown = [memoryview(bytearray(info.length)) for info in infos[:here]]
+        # What is here already is received all the same, one block over the other.
+        scratch = memoryview(bytearray(max((info.length for info in infos[:here]), default=0)))
+        thrown = [scratch[: info.length] for info in infos[:here]]
         self.buffers: Sequence[memoryview] = thrown + [
             memory.view(room) for room in reservation.rooms
         ]
@@ -277,13 +291,6 @@ class _Incoming:
             if flush:
                 self._node.queue_flush(flush)
         return stored
-
-
-def reprice(state: NodeState, key: bytes, now: float) -> None:
-    """A copy elsewhere is gone: is there another? Under the node's lock."""
-    here = state.config.node
-    is_elsewhere = any(c.node != here and c.tier == "memory" for c in state.directory.copies(key))
-    state.policy.set_elsewhere(key, is_elsewhere, now=now)
 
 
 def _region(held: Held, key: bytes) -> bytes:

@@ -113,8 +113,9 @@ def _source(
         crc=0,
         tenant=tenant,
     )
-    if best.node == here:
-        return Source(info, "ssd")
+    if best.node == here:  # parent and tenant as they were written
+        written = None if state.ssd is None else state.ssd.info(key)
+        return None if written is None else Source(written, "ssd")
     return Source(info, "remote", node=best.node)
 
 

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import threading
 import time
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterable, Sequence
 from dataclasses import dataclass, field
 
 from policies.prefix.directory import Directory, Held
@@ -14,10 +14,12 @@ from policies.prefix.store_policy import StorePolicy
 from runtime.store.blocks import BlockInfo
 from runtime.store.config import StoreConfig
 from runtime.store.counters import Counters
-from runtime.store.leases import Lease, Leases
+from runtime.store.leases import Lease, Leases, PinnedChain
 from runtime.store.node_memory import NodeMemory, Room
 from runtime.store.peer_messages import Announcement, Removal, Tier
 from runtime.store.ssd import SsdTier
+
+STRANGER_S = 30.0
 
 
 @dataclass(slots=True)
@@ -54,6 +56,7 @@ class NodeState:
     leases: Leases = field(init=False)
     _start_s: float = field(default_factory=time.monotonic)
     _gone: list[Removal] = field(default_factory=list)
+    _strangers: dict[str, float] = field(default_factory=dict)
 
     def __post_init__(self) -> None:
         self.changed = threading.Condition(self.lock)
@@ -75,6 +78,8 @@ class NodeState:
             self.directory.add(
                 self.config.node, self.incarnation, info.key, held, tier=tier, is_owned=is_owned
             )
+            if tier == "memory" and self.is_elsewhere(info.key):
+                self.policy.set_elsewhere(info.key, True, now=self.now())
             added.append(
                 Announcement(
                     key=info.key,
@@ -105,9 +110,34 @@ class NodeState:
 
     def is_stored(self, key: Key) -> bool:
         """Whether a live node holds the block."""
-        if len(self.weights) == 1:
-            return key in self.directory
-        return any(copy.node in self.weights for copy in self.directory.copies(key))
+        weights = self.weights
+        return any(place.node in weights for place in self.directory.places(key))
+
+    def is_elsewhere(self, key: Key) -> bool:
+        """Whether the memory of another live node holds the block."""
+        here, weights = self.config.node, self.weights
+        return any(
+            place.memory is not None and place.node != here and place.node in weights
+            for place in self.directory.places(key)
+        )
+
+    def reprice(self, key: Key) -> None:
+        """Copies came or went: what is the one here worth now?"""
+        self.policy.set_elsewhere(key, self.is_elsewhere(key), now=self.now())
+
+    def forget_strangers(self, *, now: float) -> None:
+        """Forget what nodes said that have not been live for a while.
+
+        The announcements of a node that joins may overtake its first heartbeat, so they are kept
+        for some time; a node that left may speak on. Neither is believed as long as it is not
+        live, and all holdings are read when a node joins.
+        """
+        strangers = [node for node in self.directory.nodes() if node not in self.weights]
+        self._strangers = {node: self._strangers.get(node, now) for node in strangers}
+        for node, since_s in self._strangers.items():
+            if now - since_s >= STRANGER_S:
+                self.directory.forget_node(node)
+                self.counters.add("strangers_forgotten")
 
     def leading(self, keys: Sequence[bytes]) -> int:
         """How many of the first keys are held by live nodes."""
@@ -116,9 +146,9 @@ class NodeState:
                 return count
         return len(keys)
 
-    def pin_chain(self, keys: Iterable[bytes]) -> Mapping[bytes, None]:
+    def pin_chain(self, keys: Iterable[bytes]) -> Collection[bytes]:
         """Pinned blocks and a chain: what may not go while room is made for the chain's end."""
-        return dict.fromkeys([*self.leases, *keys])
+        return PinnedChain(self.leases, keys)
 
     def forget_broken(self, room: Room) -> None:
         """A block in memory is not what its checksum says."""

@@ -88,6 +88,6 @@ def take_over(state: NodeState, keys: Sequence[bytes]) -> list[bytes]:
     for room in held:
         state.memory.own(room.info.key)
     if held:
-        state.hold([room.info for room in held], "memory", is_owned=True)
+        state.hold([room.info for room in held], "memory", is_owned=True)  # and prices them
         state.counters.add("blocks_taken_over", len(held))
     return [key for key in flush if isinstance(key, bytes)]

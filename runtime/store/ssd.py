@@ -172,6 +172,11 @@ class SsdTier:
         """All blocks held, parents before their children."""
         return (place.info for place in self._ledger.places())
 
+    def info(self, key: bytes) -> BlockInfo | None:
+        """What was said of a block when it was written; None if it is not held."""
+        place = self._ledger.get(key)
+        return None if place is None else place.info
+
     def __contains__(self, key: bytes) -> bool:
         return self._ledger.get(key) is not None
 
