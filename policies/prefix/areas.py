@@ -1,8 +1,11 @@
 """Memory split into areas: owned and replica blocks, tenants with quotas.
 
-Each area ranks its own blocks. An area never grows beyond its limit; when all memory is full, the
-area that uses most of what it is entitled to gives way first. One rule so covers the threshold
-between owned and replica blocks (soft or static) and quotas of tenants.
+Each area ranks its own blocks and never grows beyond its limit. When all memory is full, room
+comes from the areas that hold more than they are entitled to, the one that exceeds it most first,
+and from the area that asks. An area within its entitlement gives way to nobody else: if nothing
+that may go is left (all of it is being read), the new block is refused. One rule so covers the
+threshold between owned and replica blocks (soft or static) and the quotas of tenants, whose limit
+is their entitlement: within its quota nobody pushes a tenant's blocks out.
 """
 
 from __future__ import annotations
@@ -25,7 +28,7 @@ class Area:
         policy: Ranks them.
         limit_bytes: The area never holds more.
         entitled_bytes: What it may hold without giving way to others.
-        used_bytes: Held and reserved.
+        used_bytes: Held and reserved; changed by ``Areas`` alone.
     """
 
     policy: EvictionPolicy
@@ -49,6 +52,7 @@ class Areas:
         shared = memory - sum(settings.quota_bytes.values())
         self._quotas = dict(settings.quota_bytes)
         self._areas: dict[tuple[Key | None, str], Area] = {}
+        self._used_bytes = 0
         share = round(settings.replica_share * shared)
         if self._rule == "static":
             self._add((EVERYBODY, "owned"), make_policy, shared - share, shared - share)
@@ -60,6 +64,9 @@ class Areas:
             self._add((EVERYBODY, "all"), make_policy, memory, shared)
         for tenant, quota in self._quotas.items():
             self._add((tenant, "all"), make_policy, quota, quota)
+        areas = self._areas.values()
+        self._growing = tuple(a for a in areas if a.limit_bytes > a.entitled_bytes)
+        self._of_everybody = tuple(a for (t, _), a in self._areas.items() if t is EVERYBODY)
 
     def _add(
         self, name: tuple[Key | None, str], make_policy: _MakePolicy, limit: int, entitled: int
@@ -78,15 +85,33 @@ class Areas:
     def __iter__(self) -> Iterator[Area]:
         return iter(self._areas.values())
 
+    def told(self, tenant: Key | None) -> tuple[Area, ...]:
+        """The areas that hear of every request of a tenant, whether they hold blocks of it or not.
+
+        Others hear only of requests that read their blocks.
+        """
+        if tenant is not None and tenant in self._quotas:
+            return (*self._of_everybody, self._areas[(tenant, "all")])
+        return self._of_everybody
+
     @property
     def used_bytes(self) -> int:
         """Held and reserved, in sum."""
-        return sum(area.used_bytes for area in self._areas.values())
+        return self._used_bytes
+
+    def take(self, area: Area, size_bytes: int) -> None:
+        """A block is held by an area from now on, or reserved there."""
+        area.used_bytes += size_bytes
+        self._used_bytes += size_bytes
+
+    def give_back(self, area: Area, size_bytes: int) -> None:
+        """A block is no longer held by an area."""
+        self.take(area, -size_bytes)
 
     def victim(
         self, area: Area, size_bytes: int, pinned: Container[Key], *, now: float
     ) -> tuple[Area, Key] | None:
-        """The next block to give up so that ``size_bytes`` fit into the area; None: nothing can go.
+        """The next block to give up so that ``size_bytes`` fit into the area; None: nothing may go.
 
         Raises:
             LookupError: If they fit already.
@@ -96,10 +121,10 @@ class Areas:
             return None if key is None else (area, key)
         if self.used_bytes + size_bytes <= self.capacity_bytes:
             raise LookupError("there is room")
-        fullest_first = sorted(
-            self._areas.values(), key=lambda a: a.used_bytes / a.entitled_bytes, reverse=True
-        )
-        for candidate in fullest_first:
+        may_give = [a for a in self._growing if a is not area and a.used_bytes > a.entitled_bytes]
+        may_give.append(area)
+        may_give.sort(key=lambda a: a.used_bytes / a.entitled_bytes, reverse=True)
+        for candidate in may_give:
             key = candidate.policy.evict(pinned, now=now)
             if key is not None:
                 return candidate, key

@@ -36,10 +36,15 @@ class LoggedStore(StorePolicy):
         self._numbers: dict[Key, int] = {}
         log.policies[name] = store_recipe(settings, costs, self._number)
 
-    def read(self, chain: Sequence[Key], *, now: float, category: int = 0) -> FlushOrders:
+    def read(
+        self, chain: Sequence[Key], *, now: float, category: int = 0, tenant: Key | None = None
+    ) -> FlushOrders:
         """As ``StorePolicy.read``."""
-        orders = super().read(chain, now=now, category=category)
-        self._record("read", orders, now, lambda: self._chain(chain) | {"category": category})
+        orders = super().read(chain, now=now, category=category, tenant=tenant)
+        told = {"category": category}
+        if tenant in self.settings.quota_bytes:
+            told["tenant"] = self._number(tenant)
+        self._record("read", orders, now, lambda: self._chain(chain) | told)
         return orders
 
     def reserve(
@@ -175,7 +180,9 @@ class ReplayedStore:
         policy = self._policy
         match call:
             case "read":
-                return _plain(policy.read(args["keys"], now=now, category=args["category"]))
+                tenant, category = args.get("tenant"), args["category"]
+                orders = policy.read(args["keys"], now=now, category=category, tenant=tenant)
+                return _plain(orders)
             case "reserve":
                 blocks = [NewBlock(*block) for block in args["blocks"]]
                 return _plain(policy.reserve(blocks, pinned=dict.fromkeys(args["pinned"]), now=now))

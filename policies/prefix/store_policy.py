@@ -99,28 +99,38 @@ class StorePolicy:
 
     # --- reading ---------------------------------------------------------------------------
 
-    def read(self, chain: Sequence[Key], *, now: float, category: int = 0) -> FlushOrders:
+    def read(
+        self, chain: Sequence[Key], *, now: float, category: int = 0, tenant: Key | None = None
+    ) -> FlushOrders:
         """A request with this prompt (root first, stored or not) reads what is stored of it.
 
         Args:
             chain: All blocks of the prompt.
             now: Seconds.
             category: Kind of request, where the caller knows it.
+            tenant: Whose request, where tenants have quotas.
 
         Returns:
             Blocks worth writing to SSD now that they are used again.
         """
         flush: list[Key] = []
         wants_flush = self.settings.flush == "on_reuse" and self.settings.ssd_bytes > 0
-        ranks = [area.policy for area in self._areas]
+        ranks: dict[int, tuple[EvictionPolicy, list[Key]]] = {
+            id(area): (area.policy, []) for area in self._areas.told(tenant)
+        }
+        for key in chain:
+            resident = self._memory.get(key)
+            if resident is not None and resident.is_committed:
+                area = resident.area
+                ranks.setdefault(id(area), (area.policy, []))[1].append(key)
         if self.settings.ssd_bytes > 0:
-            ranks.append(self._ssd_policy)
-        for policy in ranks:
+            on_ssd = [key for key in chain if key in self._ssd]
+            ranks[id(self._ssd_policy)] = (self._ssd_policy, on_ssd)
+        for policy, held in ranks.values():
             policy.begin_request(chain, now=now, category=category)
-            for key in chain:
-                if key in policy:
-                    policy.access(key, now=now)
-            policy.end_request([key for key in chain if key in policy], now=now)
+            for key in held:
+                policy.access(key, now=now)
+            policy.end_request(held, now=now)
         if wants_flush:
             for key in chain:
                 resident = self._memory.get(key)
@@ -161,7 +171,7 @@ class StorePolicy:
                     is_tenants = is_quota and block.tenant in self.settings.quota_bytes
                     return ReserveOrders(count, tuple(victims), "quota" if is_tenants else "full")
                 victims.append(self._forget(*found))
-            area.used_bytes += block.size_bytes
+            self._areas.take(area, block.size_bytes)
             self._memory[block.key] = _Resident(
                 block, area, is_owned=block.is_owned, is_elsewhere=not block.is_owned
             )
@@ -171,7 +181,7 @@ class StorePolicy:
 
     def _forget(self, area: Area, key: Key) -> Victim:
         resident = self._memory.pop(key)
-        area.used_bytes -= resident.block.size_bytes
+        self._areas.give_back(area, resident.block.size_bytes)
         return Victim(key, is_lost=not resident.is_elsewhere and key not in self._ssd)
 
     def commit(self, keys: Sequence[Key], *, now: float) -> FlushOrders:
@@ -203,7 +213,7 @@ class StorePolicy:
         for key in keys:
             resident = self._reserved(key)
             del self._memory[key]
-            resident.area.used_bytes -= resident.block.size_bytes
+            self._areas.give_back(resident.area, resident.block.size_bytes)
             self._settle(resident.block)
 
     def _reserved(self, key: Key) -> _Resident:
@@ -322,9 +332,9 @@ class StorePolicy:
             area = self._areas.area(resident.block.tenant, is_owned=True)
             if area is not resident.area:
                 resident.area.policy.remove(key)
-                resident.area.used_bytes -= resident.block.size_bytes
+                self._areas.give_back(resident.area, resident.block.size_bytes)
                 resident.area = area
-                area.used_bytes += resident.block.size_bytes
+                self._areas.take(area, resident.block.size_bytes)
                 area.policy.insert(self._ranked(key, resident), now=now)
             else:
                 self._reprice(key, now)
@@ -348,7 +358,7 @@ class StorePolicy:
                 area = self._areas.area(block.tenant, is_owned=block.is_owned)
                 if not self._areas.fits(area, block.size_bytes):
                     return count
-                area.used_bytes += block.size_bytes
+                self._areas.take(area, block.size_bytes)
                 resident = _Resident(block, area, True, not block.is_owned, block.is_owned)
                 self._memory[block.key] = resident
                 area.policy.insert(self._ranked(block.key, resident), now=now)

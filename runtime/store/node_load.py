@@ -90,7 +90,9 @@ class Loader:
         try:
             with state.lock:
                 state.leases.expire(state.now())
-                to_flush = state.policy.read(keys, now=state.now(), category=category).flush
+                to_flush = state.policy.read(
+                    keys, now=state.now(), category=category, tenant=tenant or None
+                ).flush
                 sources = choose_sources(state, keys, tenant)
                 state.counters.add("lookups")
                 state.counters.add("blocks_asked", len(keys))

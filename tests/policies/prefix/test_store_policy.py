@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from typing import Any
 
 import pytest
@@ -10,6 +11,8 @@ from hypothesis import strategies as st
 
 from models.prefix_costs import PrefillCost, PrefixCosts, TierSpeed
 from policies.catalog import EVICTION
+from policies.prefix.eviction.base import EvictionPolicy, Key
+from policies.prefix.eviction.fifo import Fifo
 from policies.prefix.store_log import LoggedStore, ReplayedStore
 from policies.prefix.store_orders import NewBlock
 from policies.prefix.store_policy import StorePolicy
@@ -162,6 +165,58 @@ def test_others_leave_a_tenant_what_its_quota_entitles_it_to() -> None:
     assert all(v.startswith("a") for v in victims)
 
 
+def test_a_full_memory_refuses_rather_than_evicts_below_an_entitlement() -> None:
+    policy = policy_of(quota_bytes={"t": 4, "u": 2})
+    store(policy, chain("x", 4, tenant="t"), 0.0)
+    store(policy, chain("a", 4), 1.0)
+    store(policy, chain("y", 1, tenant="u"), 2.0)
+    assert store(policy, chain("b", 1), 3.0) == (["b0"], [])  # what nobody uses may be lent
+    pins = ["a0", "a1", "a2", "a3", "b0"]
+    refused = policy.reserve(chain("c", 1), pinned=pins, now=4.0)
+    assert (refused.admitted, refused.victims, refused.refusal) == (0, (), "full")
+    refused = policy.reserve(chain("z", 1, tenant="u"), pinned=[*pins, "y0"], now=5.0)
+    assert (refused.admitted, refused.victims, refused.refusal) == (0, (), "full")
+    _, victims = store(policy, chain("z", 1, tenant="u"), 6.0)  # the loan is given back
+    assert victims[0].startswith(("a", "b"))
+
+
+def test_replicas_within_their_share_give_way_to_nobody() -> None:
+    policy = policy_of(replicas="soft", replica_share=0.3)
+    store(policy, chain("r", 3, is_owned=False), 0.0)
+    owned, _ = store(policy, chain("o", 7), 1.0)
+    refused = policy.reserve(chain("p", 1), pinned=owned, now=2.0)
+    assert (refused.admitted, refused.victims, refused.refusal) == (0, (), "full")
+    _, victims = store(policy, chain("p", 1), 3.0)
+    assert victims[0].startswith("o")
+
+
+class _Listening(Fifo):
+    """First in, first out; counts the requests it hears of."""
+
+    requests = 0
+
+    def begin_request(self, chain: Sequence[Key], *, now: float, category: int = 0) -> None:
+        self.requests += 1
+        super().begin_request(chain, now=now, category=category)
+
+
+def test_a_request_walks_only_the_areas_it_concerns() -> None:
+    made: list[_Listening] = []
+
+    def build(name: str, capacity_bytes: int) -> EvictionPolicy:
+        made.append(_Listening(capacity_bytes))
+        return made[-1]
+
+    quotas = {f"t{i}": 10 for i in range(200)}
+    policy = StorePolicy(StoreSettings(memory_bytes=3000, quota_bytes=quotas), COSTS, build)
+    store(policy, chain("x", 3, tenant="t7"), 0.0)
+    policy.read(["x0", "x1", "y0"], now=1.0)  # of everybody, and t7 whose blocks are read
+    policy.read(["z0"], now=2.0, tenant="t9")  # of everybody, and t9 who asks
+    policy.read(["z0"], now=3.0, tenant="unknown")
+    assert sorted(one.requests for one in made if one.requests) == [1, 1, 3]
+    assert made[0].requests == 3
+
+
 def test_a_block_is_flushed_once_when_it_is_read_again() -> None:
     policy = policy_of(ssd_bytes=10, flush="on_reuse")
     blocks = chain("a", 2)
@@ -265,7 +320,7 @@ def test_accounts_are_exact_and_a_replay_gives_the_same_victims(
                 policy.commit(admitted, now=now)
                 sizes |= dict.fromkeys(admitted, size)
         elif kind == "read":
-            policy.read(keys, now=now)
+            policy.read(keys, now=now, tenant="t" if name == 0 else None)
         elif kind == "lost":
             policy.lost(keys[-1], "memory", now=now)
             sizes.pop(keys[-1], None)
@@ -278,6 +333,7 @@ def test_accounts_are_exact_and_a_replay_gives_the_same_victims(
         else:
             policy.set_elsewhere(keys[0], is_owned, now=now)
         assert policy.memory_used_bytes == sum(sizes.values()) <= 12
+        assert policy.memory_used_bytes == sum(area.used_bytes for area in policy._areas)
         assert all(policy.in_memory(key) for key in sizes)
         assert policy.ssd_used_bytes <= 8
     fresh = ReplayedStore(log.policies["prefix"])
