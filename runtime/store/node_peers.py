@@ -52,7 +52,7 @@ class NodePeers:
                 self._node.queue_flush([key for key in to_flush if isinstance(key, bytes)])
             for i, room in enumerate(found):
                 if room is None and state.policy.on_ssd(keys[i]):
-                    found[i] = self._read_from_ssd(keys[i], keys, passing, deadline)
+                    found[i] = self._read_from_ssd(keys[i], passing, deadline)
             yield [None if r is None else (r.info, state.memory.view(r)) for r in found]
         finally:
             with state.lock:
@@ -63,10 +63,11 @@ class NodePeers:
             state.counters.add("blocks_given", len(sent))
             state.counters.add("bytes_given", sum(sent))
 
-    def _read_from_ssd(
-        self, key: bytes, chain: Sequence[bytes], passing: list[Room], deadline: Deadline
-    ) -> Room | None:
-        """The block, brought into memory; passing rooms are given back by the caller."""
+    def _read_from_ssd(self, key: bytes, passing: list[Room], deadline: Deadline) -> Room | None:
+        """The block, brought into memory; passing rooms are given back by the caller.
+
+        The caller has pinned the blocks of the request.
+        """
         state = self._state
         with state.lock:
             if (arrived := state.memory.get(key)) is not None:  # brought by a load meanwhile
@@ -75,7 +76,7 @@ class NodePeers:
             if info is None or state.policy.is_reserved(key) or state.ssd is None:
                 return None
             rooms, _ = state.memory.reserve(
-                [info], is_owned=True, pinned=state.pin_chain(chain), may_pass=True, now=state.now()
+                [info], is_owned=True, pinned=state.leases, may_pass=True, now=state.now()
             )
             state.tell()
         if not rooms:

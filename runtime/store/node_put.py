@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+from collections import OrderedDict
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
+from itertools import takewhile
 from typing import Literal
 
 import msgspec
@@ -59,7 +61,8 @@ class Writer:
             send_to_owner: Queues blocks to be sent to their owner.
         """
         self._state, self._flush, self._send = state, flush, send_to_owner
-        self._open: dict[int, Reservation] = {}
+        # All last equally long: in the order of their ends, too.
+        self._open: OrderedDict[int, Reservation] = OrderedDict()
         self._overdue: dict[int, Reservation] = {}
         # A writer of an earlier start must not commit a reservation of this one.
         self._next_id = state.incarnation
@@ -282,7 +285,7 @@ class Writer:
         state = self._state
         with state.lock:
             now = state.now()
-            over = [r for r in self._open.values() if r.ends_s <= now]
+            over = list(takewhile(lambda r: r.ends_s <= now, self._open.values()))
             for reservation in over:
                 del self._open[reservation.reservation_id]
                 state.memory.withdraw(reservation.rooms, now=now)

@@ -78,7 +78,8 @@ class NodeState:
             self.directory.add(
                 self.config.node, self.incarnation, info.key, held, tier=tier, is_owned=is_owned
             )
-            if tier == "memory" and self.is_elsewhere(info.key):
+            is_shared = len(self.directory.places(info.key)) > 1
+            if is_shared and tier == "memory" and self.is_elsewhere(info.key):
                 self.policy.set_elsewhere(info.key, True, now=self.now())
             added.append(
                 Announcement(
@@ -141,8 +142,11 @@ class NodeState:
 
     def leading(self, keys: Sequence[bytes]) -> int:
         """How many of the first keys are held by live nodes."""
+        places_of, weights = self.directory.places, self.weights
         for count, key in enumerate(keys):
-            if not self.is_stored(key):
+            places = places_of(key)
+            # Nearly always the first one lives, and no further look is needed.
+            if not places or (places[0].node not in weights and not self.is_stored(key)):
                 return count
         return len(keys)
 

@@ -364,6 +364,17 @@ def _fetched(wanted: Any, deadline: Deadline) -> Any:
     return answers
 
 
+def test_a_read_of_many_blocks_on_ssd_gathers_no_pins_for_each(
+    opened: Open, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    node, keys = opened(dram_bytes=64 * BLOCK, ssd_bytes=4 << 20), chain("on-ssd", 20)
+    assert store_of(node).put(keys, blocks(keys)).stored == 20
+    assert node.flush(Deadline.after(5))
+    lose_from_memory(node, keys)
+    monkeypatch.delattr(NodeState, "pin_chain")
+    assert read_by_peer(node, keys) == 20
+
+
 class CountedEnd(float):
     """An end of a lease that knows how often it was looked at."""
 
