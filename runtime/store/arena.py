@@ -20,7 +20,8 @@ from pathlib import Path
 from runtime.store.arena_owner import folder_identity, sweep, write_folder
 from runtime.store.arena_pages import map_pages_ahead
 from runtime.store.arena_slots import RECORD_BYTES, SlotTable
-from runtime.store.errors import StoreSetupError
+from runtime.store.errors import StoreSetupError, StoreUnavailableError
+from runtime.store.forks import keep_lock, release_lock
 
 _MAGIC = b"PTSARENA"
 _VERSION = 2
@@ -50,6 +51,7 @@ class SharedArena:
         """
         self.path = path
         self.is_adopted = False
+        self._lock_file: int | None = None
         flags = os.O_RDWR if is_writable else os.O_RDONLY
         try:
             file = os.open(path, flags)
@@ -62,16 +64,19 @@ class SharedArena:
             if os.fstat(file).st_size != size:
                 raise StoreSetupError(f"{path}: shared memory is cut short; remove the file")
             protection = mmap.PROT_READ | (mmap.PROT_WRITE if is_writable else 0)
-            self._map = mmap.mmap(file, size, mmap.MAP_SHARED, protection)
+            mapped = mmap.mmap(file, size, mmap.MAP_SHARED, protection)
         finally:
             os.close(file)  # the mapping stays, as long as anybody uses it
         with contextlib.suppress(OSError, AttributeError, ValueError):
-            self._map.madvise(mmap.MADV_HUGEPAGE)
-        self._memory = memoryview(self._map)
-        map_pages_ahead(self._memory, size)
+            mapped.madvise(mmap.MADV_HUGEPAGE)
+        # The mapping ends with the last view into it, whoever holds that: nobody's bytes go away
+        # under a call that still runs.
+        memory = memoryview(mapped)
+        self._memory: memoryview | None = memory
+        map_pages_ahead(memory, size)
         start = _HEADER_BYTES
         self.table = SlotTable(
-            self._memory[start : start + self.num_slots * RECORD_BYTES], self.num_slots
+            memory[start : start + self.num_slots * RECORD_BYTES], self.num_slots
         )
         self._data_at = _data_offset(self.num_slots)
 
@@ -116,37 +121,48 @@ class SharedArena:
         except BaseException:
             os.close(file)
             raise
-        arena._lock_file = file
+        arena._lock_file = keep_lock(file)
         arena.is_adopted = is_adopted
         return arena
 
-    _lock_file: int | None = None
-
     def slot(self, index: int, length: int | None = None) -> memoryview:
-        """The bytes of a slot: all, or the first ``length``."""
+        """The bytes of a slot: all, or the first ``length``.
+
+        Raises:
+            StoreUnavailableError: If the arena is closed.
+        """
         at = self._data_at + index * self.slot_bytes
-        return self._memory[at : at + (self.slot_bytes if length is None else length)]
+        return self._open()[at : at + (self.slot_bytes if length is None else length)]
 
     @property
     def data(self) -> memoryview:
-        """The bytes of all slots, one after the other."""
-        return self._memory[self._data_at :]
+        """The bytes of all slots, one after the other.
+
+        Raises:
+            StoreUnavailableError: If the arena is closed.
+        """
+        return self._open()[self._data_at :]
+
+    def _open(self) -> memoryview:
+        memory = self._memory
+        if memory is None:
+            raise StoreUnavailableError("the shared memory is closed")
+        return memory
 
     def close(self, *, is_removed: bool = False) -> None:
         """Unmap; ``is_removed``: give the memory back to the machine as well.
 
-        Views that are still in use keep the mapping alive until they go.
+        Views that are still in use keep the mapping alive until they go. No slot is given out any
+        more, by whatever thread.
         """
         if is_removed:
             with contextlib.suppress(FileNotFoundError):
                 self.path.unlink()
         self.table.close()
-        self._memory.release()
-        with contextlib.suppress(BufferError):  # a reader still holds a view
-            self._map.close()
-        if self._lock_file is not None:
-            os.close(self._lock_file)
-            self._lock_file = None
+        self._memory = None
+        file, self._lock_file = self._lock_file, None
+        if file is not None:
+            release_lock(file)
 
 
 class SlotAllocator:

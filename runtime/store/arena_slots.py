@@ -12,6 +12,7 @@ import struct
 from typing import Literal
 
 from runtime.store.blocks import BlockInfo, checksum
+from runtime.store.errors import StoreUnavailableError
 
 RECORD_BYTES = 192
 _GENERATION = struct.Struct("<Q")
@@ -35,10 +36,22 @@ class SlotTable:
             memory: [num_slots * RECORD_BYTES] bytes.
             num_slots: Slots of the arena.
         """
-        self._memory, self.num_slots = memory, num_slots
+        self._open: memoryview | None = memory
+        self.num_slots = num_slots
+
+    @property
+    def _memory(self) -> memoryview:
+        memory = self._open
+        if memory is None:
+            raise StoreUnavailableError("the shared memory is closed")
+        return memory
 
     def generation(self, slot: int) -> int:
-        """Number of contents the slot has had."""
+        """Number of contents the slot has had.
+
+        Raises:
+            StoreUnavailableError: As of every method, if the table is closed.
+        """
         (generation,) = _GENERATION.unpack_from(self._memory, slot * RECORD_BYTES)
         return int(generation)
 
@@ -91,7 +104,7 @@ class SlotTable:
 
     def close(self) -> None:
         """Let go of the shared memory."""
-        self._memory.release()
+        self._open = None  # not released: another thread may be reading at this very moment
 
     def _packed(self, generation: int, info: BlockInfo, state: SlotState) -> bytes:
         return _RECORD.pack(

@@ -10,6 +10,7 @@ from functools import partial
 from types import TracebackType
 from typing import Any, TypeVar
 
+from runtime.store.forks import on_fork
 from runtime.store.found import Found
 from runtime.store.store import DEADLINE_S, Buffer, PrefixStore, Put
 
@@ -31,7 +32,13 @@ class AsyncStore:
             threads: Verbs under way at the same time.
         """
         self.store = store
-        self._executor = ThreadPoolExecutor(threads, thread_name_prefix="store-async")
+        self._threads = threads
+        self._start_threads()
+        on_fork(self, AsyncStore._start_threads)
+
+    def _start_threads(self) -> None:
+        """Also in a forked child, which has none of its parent's."""
+        self._executor = ThreadPoolExecutor(self._threads, thread_name_prefix="store-async")
 
     async def lookup(self, keys: Sequence[bytes], *, deadline_s: float = DEADLINE_S) -> int:
         """See ``PrefixStore.lookup``."""
@@ -43,7 +50,7 @@ class AsyncStore:
     ) -> AsyncIterator[Found]:
         """See ``PrefixStore.load``: ``async with store.load(keys) as found``."""
         call = partial(self.store.load, keys, deadline_s=deadline_s, category=category)
-        loading = asyncio.get_running_loop().run_in_executor(self._executor, call)
+        loading = self._start(call)
         try:
             found = await asyncio.shield(loading)
         except asyncio.CancelledError:
@@ -115,7 +122,25 @@ class AsyncStore:
         await self.close()
 
     async def _run(self, call: Callable[[], Answer]) -> Answer:
-        return await asyncio.get_running_loop().run_in_executor(self._executor, call)
+        return await self._start(call)
+
+    def _start(self, call: Callable[[], Answer]) -> asyncio.Future[Answer]:
+        loop = asyncio.get_running_loop()
+        try:
+            return loop.run_in_executor(self._executor, call)
+        except RuntimeError:  # no more threads: closed, so that the store answers at once
+            return _answered(loop, call)
+
+
+def _answered(
+    loop: asyncio.AbstractEventLoop, call: Callable[[], Answer]
+) -> asyncio.Future[Answer]:
+    answer: asyncio.Future[Answer] = loop.create_future()
+    try:
+        answer.set_result(call())
+    except Exception as error:
+        answer.set_exception(error)
+    return answer
 
 
 def _let_go(loading: asyncio.Future[Found]) -> None:

@@ -7,7 +7,7 @@ from contextlib import suppress
 from types import TracebackType
 
 from runtime.store.blocks import BlockInfo, checksum
-from runtime.store.errors import StoreError
+from runtime.store.errors import StoreError, StoreUnavailableError
 from runtime.store.link import Offered, StoreLink
 
 PIECE_BYTES = 256 << 10
@@ -22,7 +22,11 @@ class Found:
     """
 
     def __init__(self, link: StoreLink, offer: Offered) -> None:
-        """See ``PrefixStore.load``."""
+        """See ``PrefixStore.load``.
+
+        Raises:
+            StoreUnavailableError: If the store was closed meanwhile.
+        """
         self._link, self._lease_id = link, offer.lease_id
         self._arena = offer.arena or link.arena
         self._slots = [(block.slot, block.generation) for block in offer.blocks]
@@ -39,13 +43,19 @@ class Found:
     def still_valid(self) -> int:
         """How many leading blocks still hold the bytes that were checked.
 
-        Fewer than ``leading`` only if the blocks were held longer than the store's lease time: ask
-        after using views that might have been held so long.
+        Fewer than ``leading`` only if the blocks were held longer than the store's lease time, or
+        longer than the store was open (then 0): ask after using views that might have been held so
+        long.
         """
-        for count, (slot, generation) in enumerate(self._slots):
-            if self._arena.table.generation(slot) != generation:
-                return count
-        return len(self._slots)
+        count = 0
+        try:
+            for slot, generation in self._slots:
+                if self._arena.table.generation(slot) != generation:
+                    break
+                count += 1
+        except StoreUnavailableError:  # closed meanwhile
+            return 0
+        return count
 
     def copy_into(self, destinations: Sequence[bytes | bytearray | memoryview]) -> int:
         """Copy the blocks; how many leading copies are whole and right.

@@ -2,15 +2,20 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+import os
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from typing import Any
 
 from runtime.store.arena import SharedArena
+from runtime.store.calls import Calls
 from runtime.store.deadline import Deadline
 from runtime.store.errors import StoreUnavailableError
 from runtime.store.link import Offered, Reserved, SlotOfBlock
 from runtime.store.node import StoreNode
 from runtime.store.node_stats import node_stats
+
+CLOSE_S = 5.0
 
 
 class LocalLink:
@@ -25,7 +30,8 @@ class LocalLink:
         """
         self._node, self._is_owner = node, is_owner
         self._holder = node.new_holder()
-        self._is_closed = False
+        self._pid = os.getpid()
+        self._calls = Calls()
 
     @property
     def arena(self) -> SharedArena:
@@ -34,7 +40,8 @@ class LocalLink:
 
     def lookup(self, keys: Sequence[bytes], deadline: Deadline) -> int:
         """See ``StoreLink``."""
-        return self._open_node().lookup(keys)
+        with self._open_node() as node:
+            return node.lookup(keys)
 
     def load(
         self,
@@ -45,14 +52,15 @@ class LocalLink:
         tenant: bytes,
     ) -> Offered:
         """See ``StoreLink``."""
-        offer = self._open_node().load(
-            keys,
-            holder=self._holder,
-            deadline=deadline,
-            category=category,
-            is_checked=is_checked,
-            tenant=tenant,
-        )
+        with self._open_node() as node:
+            offer = node.load(
+                keys,
+                holder=self._holder,
+                deadline=deadline,
+                category=category,
+                is_checked=is_checked,
+                tenant=tenant,
+            )
         if offer.lease is None:
             return Offered(0, ())
         return Offered(
@@ -62,13 +70,13 @@ class LocalLink:
 
     def doubt(self, key: bytes) -> None:
         """See ``StoreLink``."""
-        if not self._is_closed:
-            self._node.doubt(key)
+        with self._open_node() as node:
+            node.doubt(key)
 
     def release(self, lease_id: int) -> None:
         """See ``StoreLink``."""
-        if not self._is_closed:
-            self._node.release(lease_id, self._holder)
+        with self._open_node() as node:
+            node.release(lease_id, self._holder)
 
     def reserve(
         self,
@@ -80,14 +88,15 @@ class LocalLink:
         deadline: Deadline,
     ) -> Reserved:
         """See ``StoreLink``."""
-        reservation = self._open_node().reserve(
-            keys,
-            lengths,
-            first=first,
-            tenant=tenant,
-            holder=self._holder,
-            is_durable=is_durable,
-        )
+        with self._open_node() as node:
+            reservation = node.reserve(
+                keys,
+                lengths,
+                first=first,
+                tenant=tenant,
+                holder=self._holder,
+                is_durable=is_durable,
+            )
         slots = [room.slot for room in reservation.rooms]
         return Reserved(reservation.reservation_id, reservation.start, slots, reservation.reason)
 
@@ -95,37 +104,52 @@ class LocalLink:
         self, reservation_id: int, checksums: Sequence[int], is_durable: bool, deadline: Deadline
     ) -> int:
         """See ``StoreLink``."""
-        return self._open_node().commit(
-            reservation_id,
-            checksums,
-            holder=self._holder,
-            deadline=deadline,
-            is_durable=is_durable,
-        )
+        with self._open_node() as node:
+            return node.commit(
+                reservation_id,
+                checksums,
+                holder=self._holder,
+                deadline=deadline,
+                is_durable=is_durable,
+            )
 
     def abort(self, reservation_id: int) -> None:
         """See ``StoreLink``."""
-        if not self._is_closed:
-            self._node.abort(reservation_id, self._holder)
+        with self._open_node() as node:
+            node.abort(reservation_id, self._holder)
 
     def flush(self, deadline: Deadline) -> bool:
         """See ``StoreLink``."""
-        return self._open_node().flush(deadline)
+        with self._open_node() as node:
+            return node.flush(deadline)
 
     def stats(self, deadline: Deadline) -> Mapping[str, Any]:
         """See ``StoreLink``."""
-        return node_stats(self._open_node())
+        with self._open_node() as node:
+            return node_stats(node)
 
     def close(self) -> None:
-        """End leases and reservations; close the node if the link owns it."""
-        if self._is_closed:
+        """End leases and reservations; close the node if the link owns it.
+
+        Calls under way end first, within a few seconds. In a forked child nothing is done.
+        """
+        if self._is_forked:
             return
-        self._is_closed = True
+        if not self._calls.close():
+            return
+        self._calls.finish(Deadline.after(CLOSE_S))
         self._node.leave(self._holder)
         if self._is_owner:
             self._node.close()
 
-    def _open_node(self) -> StoreNode:
-        if self._is_closed:
-            raise StoreUnavailableError("the store is closed")
-        return self._node
+    @contextmanager
+    def _open_node(self) -> Iterator[StoreNode]:
+        """The node, which is not closed meanwhile."""
+        if self._is_forked:  # asked first: whoever held the lock does not exist in the child
+            raise StoreUnavailableError("the store is the parent's of this process")
+        with self._calls.running():
+            yield self._node
+
+    @property
+    def _is_forked(self) -> bool:
+        return os.getpid() != self._pid

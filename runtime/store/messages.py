@@ -13,6 +13,7 @@ from runtime.store.wire import FrameError
 
 VERSION: Final = 2
 MAX_BLOCKS: Final = 65_536  # of one chain
+TENANT_SIZES: Final = (0, 16)  # bytes of a tenant's tag
 _Keys = Annotated[bytes, Meta(max_length=MAX_BLOCKS * KEY_BYTES)]
 _Lengths = Annotated[list[Annotated[int, Meta(ge=1, lt=2**40)]], Meta(max_length=MAX_BLOCKS)]
 _Checksums = Annotated[list[Annotated[int, Meta(ge=0, lt=2**32)]], Meta(max_length=MAX_BLOCKS)]

@@ -28,6 +28,7 @@ from runtime.store.counters import Counters
 from runtime.store.deadline import Deadline
 from runtime.store.errors import StoreSetupError
 from runtime.store.flusher import MOST_BLOCKS, Flusher
+from runtime.store.forks import keep_lock, release_lock
 from runtime.store.incarnation import next_incarnation
 from runtime.store.leases import Holder
 from runtime.store.node_load import FetchMany, Loader, Offer
@@ -68,7 +69,7 @@ class StoreNode:
         self.config = config
         self._lock_file = _lock_folder(config.folder)
         self._cleanup = contextlib.ExitStack()
-        self._cleanup.callback(os.close, self._lock_file)
+        self._cleanup.callback(release_lock, self._lock_file)
         try:
             self._open()
         except BaseException:
@@ -425,7 +426,7 @@ def _lock_folder(folder: Path) -> int:
         raise StoreSetupError(
             f"{folder}: another process serves this store; connect to it, or use another folder"
         ) from error
-    return file
+    return keep_lock(file)
 
 
 @contextlib.contextmanager

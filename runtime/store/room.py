@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from contextlib import suppress
 
+from runtime.store.arguments import checked_checksums
 from runtime.store.blocks import checksum
 from runtime.store.errors import StoreError, StoreUnavailableError
 from runtime.store.link import Reserved, StoreLink, deadline_of_call
@@ -29,7 +30,11 @@ class PutRoom:
         *,
         is_unavailable: bool,
     ) -> None:
-        """See ``PrefixStore.reserve``."""
+        """See ``PrefixStore.reserve``.
+
+        Raises:
+            StoreUnavailableError: If the store was closed meanwhile.
+        """
         self._link, self._id = link, found.reservation_id
         self._is_durable = is_durable
         self.start, self.reason = found.start, found.reason
@@ -45,20 +50,27 @@ class PutRoom:
         Args:
             checksums: CRC32C of each block that was written; None: of all, computed here.
             deadline_s: Seconds to wait.
+
+        Raises:
+            ValueError: If a checksum is none, or there are more than buffers; the room is given
+                back.
         """
         if not self._id:
             return 0
-        if checksums is None:
-            checksums = [checksum(buffer) for buffer in self.buffers]
-        reservation_id, self._id = self._id, 0
         try:
-            return self._link.commit(
-                reservation_id, checksums, self._is_durable, deadline_of_call(deadline_s)
-            )
+            if checksums is None:
+                checksums = [checksum(buffer) for buffer in self.buffers]
+            checksums = checked_checksums(checksums, len(self.buffers))
+            deadline = deadline_of_call(deadline_s)
+            stored = self._link.commit(self._id, checksums, self._is_durable, deadline)
         except StoreError as error:
             self.is_unavailable = isinstance(error, StoreUnavailableError)
-            self._id = reservation_id  # it may not have been heard: see close
-            return 0
+            return 0  # it may not have been heard: see close
+        except BaseException:
+            self.close()
+            raise
+        self._id = 0
+        return stored
 
     def close(self) -> None:
         """Give back what was not committed."""

@@ -2,14 +2,14 @@
 
 from __future__ import annotations
 
-import json
 import os
 import socket
 import threading
 import time
 from collections import deque
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager, suppress
+from functools import partial
 from pathlib import Path
 from typing import Any, TypeVar
 
@@ -17,8 +17,10 @@ from runtime.store import messages
 from runtime.store.arena import SharedArena
 from runtime.store.deadline import Deadline
 from runtime.store.errors import DeadlineError, StoreError, StoreUnavailableError
-from runtime.store.link import Offered, Reserved, SlotOfBlock
-from runtime.store.wire import close_socket, recv_frame, send_frame
+from runtime.store.forks import on_fork
+from runtime.store.link import Offered, Reserved
+from runtime.store.socket_answers import count_of, offered, reserved, stats_of
+from runtime.store.wire import FrameError, close_socket, recv_frame, send_frame
 
 CONNECT_S = 2.0
 RETRY_S = 1.0
@@ -26,6 +28,7 @@ TELL_S = 0.25
 MOST_UNSAID = 4096  # what is older has expired since
 MOST_BYTES = 64 << 20
 MOST_IDLE = 8
+_Reply = TypeVar("_Reply")
 _Answer = TypeVar("_Answer")
 
 
@@ -37,7 +40,8 @@ class SocketLink:
     """Connections of one client to the server of its node. Thread-safe.
 
     When the server goes away every call raises ``StoreUnavailableError`` at once; a new connection
-    is tried at most once a second.
+    is tried at most once a second. So does a call whose answer is none, and its connection is
+    closed. A forked child is a client of its own: it shares no connection with its parent.
     """
 
     def __init__(self, path: str | os.PathLike[str]) -> None:
@@ -47,21 +51,36 @@ class SocketLink:
             StoreUnavailableError: If no server answers there.
         """
         self.path = Path(path)
-        self._session = os.urandom(16)
-        self._lock = threading.Lock()
-        self._idle: list[socket.socket] = []
-        self._open: dict[socket.socket, SharedArena] = {}
         self._arena: SharedArena | None = None
         self._server = 0
-        self._presence_server = 0
-        self._presence: socket.socket | None = None  # never idle: while it lives, leases do
-        self._unsaid: deque[Any] = deque(maxlen=MOST_UNSAID)
-        self._retry_at_s = 0.0
         self._is_closed = False
+        self._start_session()
+        on_fork(self, SocketLink._forget)
         try:
             self._give_back(self._connect(Deadline.after(CONNECT_S)))
         except DeadlineError as error:
             raise StoreUnavailableError(f"{self.path}: no store answers: {error}") from error
+
+    def _start_session(self) -> None:
+        self._pid = os.getpid()
+        self._session = os.urandom(16)
+        self._lock = threading.Lock()
+        self._sockets: set[socket.socket] = set()  # all, in whatever state
+        self._idle: list[socket.socket] = []
+        self._open: dict[socket.socket, SharedArena] = {}
+        self._presence_server = 0
+        self._presence: socket.socket | None = None  # never idle: while it lives, leases do
+        self._unsaid: deque[Any] = deque(maxlen=MOST_UNSAID)
+        self._retry_at_s = 0.0
+
+    def _forget(self) -> None:
+        """In a forked child: the connections and what is held over them are the parent's."""
+        if self._pid == os.getpid():
+            return
+        inherited = list(self._sockets)
+        self._start_session()
+        for sock in inherited:
+            sock.close()  # not shut down: that would end the parent's connection
 
     @property
     def arena(self) -> SharedArena:
@@ -74,7 +93,7 @@ class SocketLink:
     def lookup(self, keys: Sequence[bytes], deadline: Deadline) -> int:
         """See ``StoreLink``."""
         request = messages.Lookup(messages.joined(keys))
-        return self._ask(request, messages.Count, deadline).count
+        return self._ask(request, messages.Count, deadline, partial(count_of, most=len(keys)))
 
     def load(
         self,
@@ -88,8 +107,7 @@ class SocketLink:
         request = messages.Load(
             messages.joined(keys), deadline.left_s(), category, is_checked, tenant
         )
-        offer, arena = self._ask_of(request, messages.Offer, deadline)
-        return Offered(offer.lease_id, [SlotOfBlock(*block) for block in offer.blocks], arena)
+        return self._ask(request, messages.Offer, deadline, partial(offered, most=len(keys)))
 
     def doubt(self, key: bytes) -> None:
         """See ``StoreLink``."""
@@ -110,15 +128,15 @@ class SocketLink:
     ) -> Reserved:
         """See ``StoreLink``."""
         request = messages.Reserve(messages.joined(keys), list(lengths), first, tenant, is_durable)
-        room, arena = self._ask_of(request, messages.Room, deadline)
-        return Reserved(room.reservation_id, room.start, room.slots, room.reason, arena)
+        accept = partial(reserved, first=first, lengths=lengths)
+        return self._ask(request, messages.Room, deadline, accept)
 
     def commit(
         self, reservation_id: int, checksums: Sequence[int], is_durable: bool, deadline: Deadline
     ) -> int:
         """See ``StoreLink``."""
         request = messages.Commit(reservation_id, list(checksums), is_durable, deadline.left_s())
-        return self._ask(request, messages.Count, deadline).count
+        return self._ask(request, messages.Count, deadline, partial(count_of, most=len(checksums)))
 
     def abort(self, reservation_id: int) -> None:
         """See ``StoreLink``."""
@@ -126,22 +144,19 @@ class SocketLink:
 
     def flush(self, deadline: Deadline) -> bool:
         """See ``StoreLink``."""
-        return bool(self._ask(messages.Flush(deadline.left_s()), messages.Count, deadline).count)
+        request = messages.Flush(deadline.left_s())
+        return bool(self._ask(request, messages.Count, deadline, partial(count_of, most=1)))
 
     def stats(self, deadline: Deadline) -> Mapping[str, Any]:
         """See ``StoreLink``."""
-        stats: dict[str, Any] = json.loads(
-            self._ask(messages.Stats(), messages.Text, deadline).text
-        )
-        return stats
+        return self._ask(messages.Stats(), messages.Text, deadline, stats_of)
 
     def close(self) -> None:
         """Close all connections: leases and reservations end."""
+        self._forget()
         with self._lock:
             self._is_closed = True
-            sockets, self._open, self._idle = set(self._open), {}, []
-            if self._presence is not None:
-                sockets.add(self._presence)
+            sockets, self._sockets, self._open, self._idle = self._sockets, set(), {}, []
         for sock in sockets:
             close_socket(sock)
         if self._arena is not None:
@@ -149,24 +164,42 @@ class SocketLink:
 
     # --- connections -----------------------------------------------------------------------
 
-    def _ask(self, request: Any, kind: type[_Answer], deadline: Deadline) -> _Answer:
-        return self._ask_of(request, kind, deadline)[0]
+    def _ask(
+        self,
+        request: Any,
+        kind: type[_Reply],
+        deadline: Deadline,
+        accept: Callable[[_Reply, SharedArena], _Answer],
+    ) -> _Answer:
+        """What the server says.
 
-    def _ask_of(
-        self, request: Any, kind: type[_Answer], deadline: Deadline
-    ) -> tuple[_Answer, SharedArena]:
-        """The answer, and the memory of the very server that gave it."""
+        Args:
+            request: The message.
+            kind: What answers it, unless it fails.
+            deadline: When to give up.
+            accept: Takes the answer and the memory of the very server that gave it; raises
+                ``ValueError`` or ``FrameError`` if it can be no answer to this request.
+        """
+
+        def take(reply: Any, arena: SharedArena) -> _Answer | messages.Failed:
+            if isinstance(reply, messages.Failed):
+                return reply
+            if not isinstance(reply, kind):
+                raise FrameError(f"an answer of another kind: {type(reply).__name__}")
+            return accept(reply, arena)
+
         try:
-            reply, arena = self._exchange(request, deadline)
+            answer = self._exchange(request, deadline, take)
         except _StaleError:  # the server went away while the connection lay idle
             self._drop_idle()
-            reply, arena = self._exchange(request, deadline)
-        if isinstance(reply, kind):
-            return reply, arena
-        reason = reply.reason if isinstance(reply, messages.Failed) else type(reply).__name__
-        raise StoreUnavailableError(f"the server answered: {reason}")
+            answer = self._exchange(request, deadline, take)
+        if isinstance(answer, messages.Failed):
+            raise StoreUnavailableError(f"the server answered: {answer.reason}")
+        return answer
 
-    def _exchange(self, request: Any, deadline: Deadline) -> tuple[Any, SharedArena]:
+    def _exchange(
+        self, request: Any, deadline: Deadline, take: Callable[[Any, SharedArena], _Answer]
+    ) -> _Answer:
         with self._connection(deadline) as (sock, is_used):
             with self._lock:
                 arena = self._open.get(sock)
@@ -175,7 +208,9 @@ class SocketLink:
             try:
                 self._say_unsaid(sock, deadline)
                 send_frame(sock, request, deadline, max_bytes=MOST_BYTES)
-                return recv_frame(sock, messages.Reply, deadline, MOST_BYTES), arena
+                return take(recv_frame(sock, messages.Reply, deadline, MOST_BYTES), arena)
+            except (FrameError, ValueError) as error:  # out of step, or no server of ours
+                raise StoreUnavailableError(f"the server's answer is none: {error}") from error
             except StoreUnavailableError as error:
                 if is_used and not deadline.is_over:
                     raise _StaleError(str(error)) from error
@@ -208,6 +243,7 @@ class SocketLink:
 
         Closed after an error, for it is out of step.
         """
+        self._forget()
         with self._lock:
             if self._is_closed:
                 raise StoreUnavailableError("the store is closed")
@@ -238,6 +274,7 @@ class SocketLink:
     def _drop(self, sock: socket.socket) -> None:
         with self._lock:
             self._open.pop(sock, None)
+            self._sockets.discard(sock)
         # Not shut down before: the server is to see an answer that nobody read as a reset.
         sock.close()
 
@@ -245,20 +282,31 @@ class SocketLink:
         sock, arena = self._open_socket(deadline)
         with self._lock:
             lost = None
-            if self._presence is None or self._presence_server != self._server:
+            if self._is_closed:
+                lost = sock
+            elif self._presence is None or self._presence_server != self._server:
                 lost, self._presence = self._presence, sock
                 self._presence_server = self._server
             else:
                 self._open[sock] = arena
                 return sock
         if lost is not None:
+            with self._lock:
+                self._sockets.discard(lost)
             close_socket(lost)
+        if lost is sock:
+            raise StoreUnavailableError("the store is closed")
         return self._connect(deadline)
 
     def _open_socket(self, deadline: Deadline) -> tuple[socket.socket, SharedArena]:
         if time.monotonic() < self._retry_at_s:
             raise StoreUnavailableError(f"{self.path}: the server is gone")
-        sock = socket.socket(socket.AF_UNIX, socket.SOCK_STREAM)
+        try:
+            sock = socket.socket(socket.AF_UNIX, socket.SOCK_STREAM)
+        except OSError as error:  # such as no descriptors left
+            raise StoreUnavailableError(f"{self.path}: {error.strerror}") from error
+        with self._lock:
+            self._sockets.add(sock)
         try:
             sock.settimeout(deadline.require("connecting"))
             sock.connect(os.fspath(self.path))
@@ -270,14 +318,14 @@ class SocketLink:
                 raise StoreUnavailableError(f"{self.path}: {reason}")
             arena = self._greet(reply)
         except (TimeoutError, DeadlineError) as error:
-            close_socket(sock)  # a caller in a hurry says nothing about the server
+            self._drop(sock)  # a caller in a hurry says nothing about the server
             raise DeadlineError("out of time while connecting") from error
-        except (OSError, StoreError) as error:
-            close_socket(sock)
+        except (OSError, ValueError, StoreError) as error:
+            self._drop(sock)
             self._retry_at_s = time.monotonic() + RETRY_S
             if isinstance(error, StoreUnavailableError):
                 raise
-            detail = error.strerror if isinstance(error, OSError) else error
+            detail = getattr(error, "strerror", None) or error
             raise StoreUnavailableError(f"{self.path}: no store answers: {detail}") from error
         return sock, arena
 

@@ -12,6 +12,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from runtime.store.errors import StoreSetupError
+from runtime.store.forks import keep_lock, release_lock
 from runtime.store.ssd_layout import PAGE_BYTES, STORE_BYTES, VERSION
 from runtime.store.ssd_segments import sync_folder
 from traces.whole_file import write_whole
@@ -48,7 +49,7 @@ class SsdFolder:
 
     def release(self) -> None:
         """Give the folder up."""
-        os.close(self.lock)
+        release_lock(self.lock)
 
 
 def claim(path: Path) -> SsdFolder:
@@ -79,7 +80,7 @@ def claim(path: Path) -> SsdFolder:
     except StoreSetupError:
         os.close(lock)
         raise
-    return SsdFolder(path, store, has_room, lock)
+    return SsdFolder(path, store, has_room, keep_lock(lock))
 
 
 def _said(error: OSError) -> str:

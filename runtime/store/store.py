@@ -9,18 +9,25 @@ from __future__ import annotations
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
+from itertools import takewhile
 from pathlib import Path
 from types import TracebackType
 from typing import Any
 
 from policies.prefix.keys import Namespace
-from runtime.store.blocks import KEY_BYTES
+from runtime.store.arguments import (
+    checked_category,
+    checked_keys,
+    checked_sizes,
+    checked_tenant,
+)
 from runtime.store.config import DEFAULT_BLOCK_BYTES, StoreConfig
 from runtime.store.counters import Counters
 from runtime.store.deadline import Deadline
 from runtime.store.errors import DeadlineError, StoreSetupError, StoreUnavailableError
+from runtime.store.forks import on_fork
 from runtime.store.found import Found, copied_sum
-from runtime.store.link import Offered, Reserved, StoreLink, deadline_of_call
+from runtime.store.link import Offered, Reserved, SlotOfBlock, StoreLink, deadline_of_call
 from runtime.store.local_link import LocalLink
 from runtime.store.node import StoreNode
 from runtime.store.room import PutRoom
@@ -41,7 +48,8 @@ class Put:
         stored: Blocks of this put that are stored now: the leading ones that were new.
         reason: Why not all: ``""`` (all are), ``exists``, ``busy`` (another writes the same),
             ``full``, ``quota``, ``orphan`` (blocks before them are not stored), ``size`` (larger
-            than the store's blocks), ``late`` or ``unavailable``.
+            than the store's blocks), ``no_ssd`` (they were to be durable and the store has no
+            SSD: nothing was written), ``late`` or ``unavailable``.
     """
 
     stored: int
@@ -54,7 +62,11 @@ class PrefixStore:
     def __init__(self, link: StoreLink) -> None:
         """See ``open_store`` and ``connect``."""
         self._link = link
-        self.counters = Counters()
+        self._forget()
+        on_fork(self, PrefixStore._forget)
+
+    def _forget(self) -> None:
+        self.counters = Counters()  # a forked child counts for itself
 
     # --- reading ---------------------------------------------------------------------------
 
@@ -64,9 +76,14 @@ class PrefixStore:
         Args:
             keys: The chain, root first.
             deadline_s: Seconds after which the answer is 0.
+
+        Raises:
+            ValueError: Here and everywhere, if an argument is not what ``arguments`` allows: keys
+                of 32 bytes, at most 65,536 of them; tenants of 0 or 16 bytes.
         """
+        checked_keys(keys)
         try:
-            return self._link.lookup(_checked(keys), deadline_of_call(deadline_s))
+            return self._link.lookup(keys, deadline_of_call(deadline_s))
         except _Gone as error:
             self._note(error)
             return 0
@@ -84,7 +101,7 @@ class PrefixStore:
         Args:
             keys: The chain, root first.
             deadline_s: Seconds for all of it; what is not there by then is a miss.
-            category: Kind of request, where known; helps the eviction policy.
+            category: Kind of request, where known, 0 to 2**31 - 1; helps the eviction policy.
             tenant: Tag of the tenant, against whose quota what comes into memory counts.
         """
         return self._load(keys, deadline_s, category, tenant, is_checked=True)
@@ -98,14 +115,19 @@ class PrefixStore:
         *,
         is_checked: bool,
     ) -> Found:
+        checked_keys(keys)
+        category, tenant = checked_category(category), checked_tenant(tenant)
+        deadline = deadline_of_call(deadline_s)
         try:
-            offer = self._link.load(
-                _checked(keys), deadline_of_call(deadline_s), category, is_checked, tenant
-            )
+            offer = self._link.load(keys, deadline, category, is_checked, tenant)
+            asked = sum(1 for _ in takewhile(_is_asked_for, zip(offer.blocks, keys, strict=False)))
+            if asked < len(offer.blocks):
+                self.counters.add("blocks_not_asked_for", len(offer.blocks) - asked)
+                offer = offer._replace(blocks=offer.blocks[:asked])
+            return Found(self._link, offer)
         except _Gone as error:
             self._note(error)
-            offer = Offered(0, ())
-        return Found(self._link, offer)
+            return Found(self._link, Offered(0, ()))
 
     def load_into(
         self,
@@ -126,10 +148,13 @@ class PrefixStore:
             tenant: As for ``load``.
 
         Raises:
-            ValueError: If there are not as many buffers as keys, or one is too short.
+            ValueError: If there are not as many buffers as keys, or one is too short or may not
+                be written to.
         """
         if len(destinations) != len(keys):
             raise ValueError(f"{len(keys)} keys but {len(destinations)} destinations")
+        if any(memoryview(destination).readonly for destination in destinations):
+            raise ValueError("destinations: every buffer must be writable")
         with self._load(keys, deadline_s, category, tenant, is_checked=False) as found:
             return found.copy_into(destinations)
 
@@ -159,6 +184,7 @@ class PrefixStore:
             ValueError: If the numbers of keys and blocks do not fit.
         """
         views = [memoryview(block).cast("B") for block in blocks]
+        first, _ = checked_sizes([view.nbytes for view in views], first, len(keys))
         deadline = deadline_of_call(deadline_s)
         total = 0
         while True:  # once, unless blocks in the middle are stored already
@@ -208,31 +234,42 @@ class PrefixStore:
         Raises:
             ValueError: If the numbers of keys and sizes do not fit.
         """
-        if first < 0 or first + len(sizes) != len(keys):
-            raise ValueError(
-                f"{len(keys)} keys from {first} on need {max(0, len(keys) - first)} blocks, "
-                f"found {len(sizes)}"
-            )
+        checked_keys(keys)
+        first, lengths = checked_sizes(sizes, first, len(keys))
         if len(dict.fromkeys(keys)) != len(keys):
-            raise ValueError("a chain has every block once, found one twice")
-        if any(size <= 0 for size in sizes):
-            raise ValueError("a block must have at least one byte")
-        is_unavailable = False
-        try:
-            found = self._link.reserve(
-                _checked(keys), sizes, first, tenant, durable, deadline_of_call(deadline_s)
-            )
-        except _Gone as error:
-            self._note(error)
-            is_unavailable = isinstance(error, StoreUnavailableError)
-            found = Reserved(0, first, (), "unavailable" if is_unavailable else "late")
-        room = PutRoom(
-            self._link, found, sizes[found.start - first :], durable, is_unavailable=is_unavailable
+            raise ValueError("keys: a chain has every block once, found one twice")
+        room = self._reserve(
+            keys,
+            lengths,
+            first,
+            checked_tenant(tenant),
+            bool(durable),
+            deadline_of_call(deadline_s),
         )
         try:
             yield room
         finally:
             room.close()
+
+    def _reserve(
+        self,
+        keys: Sequence[bytes],
+        lengths: Sequence[int],
+        first: int,
+        tenant: bytes,
+        is_durable: bool,
+        deadline: Deadline,
+    ) -> PutRoom:
+        link, is_unavailable = self._link, False
+        try:
+            found = link.reserve(keys, lengths, first, tenant, is_durable, deadline)
+            sizes = lengths[found.start - first :]
+            return PutRoom(link, found, sizes, is_durable, is_unavailable=False)
+        except _Gone as error:
+            self._note(error)
+            is_unavailable = isinstance(error, StoreUnavailableError)
+            found = Reserved(0, first, (), "unavailable" if is_unavailable else "late")
+            return PutRoom(link, found, (), is_durable, is_unavailable=is_unavailable)
 
     # --- the rest --------------------------------------------------------------------------
 
@@ -340,8 +377,6 @@ def store_config(
         raise StoreSetupError(str(error).replace("StoreConfig.__init__()", "store")) from error
 
 
-def _checked(keys: Sequence[bytes]) -> Sequence[bytes]:
-    for key in keys:
-        if len(key) != KEY_BYTES:
-            raise ValueError(f"every key must have {KEY_BYTES} bytes, found one of {len(key)}")
-    return keys
+def _is_asked_for(offered: tuple[SlotOfBlock, bytes]) -> bool:
+    block, key = offered
+    return block.info.key == key

@@ -20,8 +20,9 @@ import structlog
 from runtime.store import messages
 from runtime.store.deadline import Deadline
 from runtime.store.errors import StoreError, StoreSetupError
+from runtime.store.forks import on_fork
 from runtime.store.leases import Holder
-from runtime.store.messages import parted
+from runtime.store.messages import TENANT_SIZES, parted
 from runtime.store.node import StoreNode
 from runtime.store.node_stats import node_stats
 from runtime.store.wire import ClosedError, close_socket, recv_frame, send_frame
@@ -51,6 +52,7 @@ class UnixServer:
             StoreSetupError: If another server listens there, or the path cannot be used.
         """
         self._node, self.path = node, path
+        self._pid = os.getpid()
         self._listener = _listen(path)
         self._lock = threading.Lock()
         self._sessions: dict[bytes, tuple[Holder, int]] = {}
@@ -58,13 +60,21 @@ class UnixServer:
         self._is_stopping = False
         self._stopped = threading.Event()
         self._acceptor = threading.Thread(target=self._accept, name="store-accept", daemon=True)
+        on_fork(self, UnixServer._forget)
+
+    def _forget(self) -> None:
+        """In a forked child: clients are to see at once when the parent goes away."""
+        for sock in (self._listener, *self._threads.values()):
+            sock.close()
 
     def start(self) -> None:
         """Serve from now on."""
         self._acceptor.start()
 
     def stop(self, deadline: Deadline) -> None:
-        """Close all connections and the socket."""
+        """Close all connections and the socket; in a forked child do nothing."""
+        if os.getpid() != self._pid:
+            return
         self._is_stopping = True
         self._stopped.set()
         close_socket(self._listener)
@@ -199,6 +209,8 @@ class UnixServer:
             case messages.Lookup():
                 return messages.Count(node.lookup(parted(request.keys)))
             case messages.Load():
+                if len(request.tenant) not in TENANT_SIZES:
+                    return messages.Failed("a tenant's tag has 0 or 16 bytes")
                 offer = node.load(
                     parted(request.keys),
                     holder=holder,
@@ -240,6 +252,8 @@ class UnixServer:
         self, request: messages.Reserve, holder: Holder
     ) -> messages.Room | messages.Failed:
         keys = parted(request.keys)
+        if len(request.tenant) not in TENANT_SIZES:
+            return messages.Failed("a tenant's tag has 0 or 16 bytes")
         if request.first + len(request.lengths) != len(keys):
             return messages.Failed("as many lengths as keys behind the first are needed")
         found = self._node.reserve(
