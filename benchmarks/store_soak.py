@@ -44,6 +44,7 @@ from policies.prefix.keys import tenant_tag  # noqa: E402
 from runtime.store import socket_link  # noqa: E402
 from runtime.store.arena import arena_path  # noqa: E402
 from runtime.store.logs import log_as_json  # noqa: E402
+from runtime.store.malloc_arenas import limit_malloc_arenas  # noqa: E402
 from runtime.store.offline import opened_ssd  # noqa: E402
 from runtime.store.pool_config import PoolConfig  # noqa: E402
 from runtime.store.store import PrefixStore, store_config  # noqa: E402
@@ -82,6 +83,7 @@ def serve(folder: Path, node: str, peers: str) -> None:
     log = os.open(folder / "log", os.O_WRONLY | os.O_CREAT | os.O_APPEND)
     os.dup2(log, 2)
     log_as_json("error")
+    limit_malloc_arenas()  # as ``runtime store serve`` does
     over: list[int] = []
     signal.signal(signal.SIGTERM, lambda *_: over.append(1))
     config = store_config(

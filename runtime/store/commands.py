@@ -27,6 +27,7 @@ _Folder = Annotated[Path, typer.Argument(help="Home of the store.")]
 _Socket = Annotated[Path, typer.Argument(help="Socket of the server, or the folder of its store.")]
 _Json = Annotated[bool, typer.Option("--json", help="Print JSON instead of tables.")]
 DEFAULT_SOCKET = "store.sock"
+DEFAULT_DECISION_CALLS = 100_000
 
 
 @store_app.command()
@@ -44,8 +45,11 @@ def serve(
         str | None, typer.Option("--node", help="Name in the pool. Default: the host's name.")
     ] = None,
     listen: Annotated[
-        str, typer.Option("--listen", help="HOST:PORT for the other nodes of a pool.")
-    ] = "127.0.0.1:0",
+        str | None,
+        typer.Option(
+            "--listen", help="HOST:PORT for the other nodes of a pool. Default: loopback."
+        ),
+    ] = None,
     peers: Annotated[
         str | None,
         typer.Option("--peers", help="The pool: NAME=HOST:PORT\\[*WEIGHT],..., this node too."),
@@ -56,23 +60,31 @@ def serve(
     advertise: Annotated[
         str | None, typer.Option("--advertise", help="Host that the others are told.")
     ] = None,
-    cluster: Annotated[str, typer.Option("--cluster", help="Name of the pool.")] = "default",
+    cluster: Annotated[
+        str | None, typer.Option("--cluster", help="Name of the pool. Default: default.")
+    ] = None,
     secret: Annotated[
         Path | None, typer.Option("--secret-file", help="Shared secret of the pool's nodes.")
     ] = None,
-    weight: Annotated[float, typer.Option("--weight", help="Share of the blocks to own.")] = 1.0,
+    weight: Annotated[
+        float | None,
+        typer.Option("--weight", help="Share of the blocks to own (with --etcd). Default: 1."),
+    ] = None,
     transport: Annotated[
-        str, typer.Option("--transport", help="How blocks are fetched: tcp, or nixl (RDMA).")
-    ] = "tcp",
+        str | None,
+        typer.Option("--transport", help="How blocks are fetched: tcp (default), or nixl (RDMA)."),
+    ] = None,
     heartbeat: Annotated[
-        float, typer.Option("--heartbeat", help="Seconds between two signs of life.")
-    ] = 1.0,
+        float | None,
+        typer.Option("--heartbeat", help="Seconds between two signs of life. Default: 1."),
+    ] = None,
     metrics: Annotated[
         int | None, typer.Option("--metrics-port", min=0, max=65535, help="For Prometheus.")
     ] = None,
     metrics_host: Annotated[
-        str, typer.Option("--metrics-host", help="Address for Prometheus.")
-    ] = "127.0.0.1",
+        str | None,
+        typer.Option("--metrics-host", help="Address for Prometheus. Default: 127.0.0.1."),
+    ] = None,
     eviction: EvictionOption = "tree_hd",
     replicas: ReplicasOption = "unified",
     owner: OwnerOption = "rendezvous",
@@ -82,7 +94,17 @@ def serve(
         typer.Option("--quotas", help="TOML: \\[\\[tenant]] with salt and quota, one per tenant."),
     ] = None,
     decision_log: Annotated[
-        Path | None, typer.Option("--decision-log", help="Write the policy's calls here.")
+        Path | None,
+        typer.Option("--decision-log", help="Write the policy's calls here when the server ends."),
+    ] = None,
+    decision_calls: Annotated[
+        int | None,
+        typer.Option(
+            "--decision-calls",
+            help="Calls to keep for --decision-log. Default: 100,000. Until the end they are held "
+            "in memory, about 10 bytes a block of each call: 5 kB a load of 512 blocks, 0.5 GB if "
+            "all are such.",
+        ),
     ] = None,
     log_level: Annotated[str, typer.Option("--log-level", help="debug to error.")] = "info",
 ) -> None:
@@ -91,6 +113,7 @@ def serve(
 
     from runtime.store.errors import StoreSetupError
     from runtime.store.logs import log_as_json
+    from runtime.store.malloc_arenas import limit_malloc_arenas
     from runtime.store.pool_config import pool_config
     from runtime.store.store import store_config
     from runtime.store.store_server import ServerConfig, StoreServer
@@ -100,7 +123,14 @@ def serve(
             f"--log-level: must be debug, info, warning or error, found {log_level!r}"
         )
     log_as_json(log_level)
-    name = node or sockets.gethostname()
+    limit_malloc_arenas()
+    if decision_calls is not None and decision_log is None:
+        raise StoreSetupError("--decision-calls: is for --decision-log, which is not given")
+    if decision_calls is not None and decision_calls < 1:
+        raise StoreSetupError(f"--decision-calls: must be >= 1, found {decision_calls}")
+    if metrics_host is not None and metrics is None:
+        raise StoreSetupError("--metrics-host: is for --metrics-port, which is not given")
+    name = sockets.gethostname() if node is None else node
     pool = pool_config(
         node=name,
         listen=listen,
@@ -125,12 +155,12 @@ def serve(
             owner_rule=owner,
             flush=flush,
             quota_bytes=quotas(quota_file),
-            log_calls=1_000_000 if decision_log else 0,
+            log_calls=(decision_calls or DEFAULT_DECISION_CALLS) if decision_log else 0,
             is_pooled=pool is not None,
         ),
         socket=socket or folder / DEFAULT_SOCKET,
         pool=pool,
-        metrics_host=metrics_host,
+        metrics_host=metrics_host or "127.0.0.1",
         metrics_port=metrics,
         decision_log=decision_log,
     )
@@ -139,10 +169,14 @@ def serve(
         signal.signal(number, lambda *_: is_stopping.set())
     server = StoreServer(config)
     try:
-        while not is_stopping.wait(1.0):
-            pass
+        _wait_until(is_stopping)
     finally:
         server.stop()
+
+
+def _wait_until(is_stopping: threading.Event) -> None:
+    while not is_stopping.wait(1.0):
+        pass
 
 
 @store_app.command()
@@ -166,7 +200,7 @@ def _stats(socket: Path) -> dict[str, Any]:
         with connect(path) as store:
             return dict(store.stats(deadline_s=5.0))
     except StoreUnavailableError as error:
-        folder = socket if socket.is_dir() else "FOLDER"
+        folder = socket if socket.is_dir() else socket.parent
         raise StoreSetupError(f"{error}; start one with: runtime store serve {folder}") from error
 
 
