@@ -46,10 +46,17 @@ class AsyncStore:
 
     @asynccontextmanager
     async def load(
-        self, keys: Sequence[bytes], *, deadline_s: float = DEADLINE_S, category: int = 0
+        self,
+        keys: Sequence[bytes],
+        *,
+        deadline_s: float = DEADLINE_S,
+        category: int = 0,
+        tenant: bytes = b"",
     ) -> AsyncIterator[Found]:
         """See ``PrefixStore.load``: ``async with store.load(keys) as found``."""
-        call = partial(self.store.load, keys, deadline_s=deadline_s, category=category)
+        call = partial(
+            self.store.load, keys, deadline_s=deadline_s, category=category, tenant=tenant
+        )
         loading = self._start(call)
         try:
             found = await asyncio.shield(loading)
@@ -68,10 +75,16 @@ class AsyncStore:
         *,
         deadline_s: float = DEADLINE_S,
         category: int = 0,
+        tenant: bytes = b"",
     ) -> int:
         """See ``PrefixStore.load_into``; the buffers must not be touched before the answer."""
         call = partial(
-            self.store.load_into, keys, destinations, deadline_s=deadline_s, category=category
+            self.store.load_into,
+            keys,
+            destinations,
+            deadline_s=deadline_s,
+            category=category,
+            tenant=tenant,
         )
         return await self._run(call)
 

@@ -11,6 +11,7 @@ from runtime.store.arena import SharedArena
 from runtime.store.calls import Calls
 from runtime.store.deadline import Deadline
 from runtime.store.errors import StoreUnavailableError
+from runtime.store.forks import on_fork
 from runtime.store.link import Offered, Reserved, SlotOfBlock
 from runtime.store.node import StoreNode
 from runtime.store.node_stats import node_stats
@@ -32,6 +33,7 @@ class LocalLink:
         self._holder = node.new_holder()
         self._pid = os.getpid()
         self._calls = Calls()
+        on_fork(self, LocalLink._forget)
 
     @property
     def arena(self) -> SharedArena:
@@ -153,3 +155,6 @@ class LocalLink:
     @property
     def _is_forked(self) -> bool:
         return os.getpid() != self._pid
+
+    def _forget(self) -> None:
+        self._pid = 0  # the first process of a container has the number of its parent, perhaps

@@ -75,8 +75,6 @@ class SocketLink:
 
     def _forget(self) -> None:
         """In a forked child: the connections and what is held over them are the parent's."""
-        if self._pid == os.getpid():
-            return
         inherited = list(self._sockets)
         self._start_session()
         for sock in inherited:
@@ -153,7 +151,6 @@ class SocketLink:
 
     def close(self) -> None:
         """Close all connections: leases and reservations end."""
-        self._forget()
         with self._lock:
             self._is_closed = True
             sockets, self._sockets, self._open, self._idle = self._sockets, set(), {}, []
@@ -243,7 +240,8 @@ class SocketLink:
 
         Closed after an error, for it is out of step.
         """
-        self._forget()
+        if self._pid != os.getpid():  # forked in a way that tells nobody
+            self._forget()
         with self._lock:
             if self._is_closed:
                 raise StoreUnavailableError("the store is closed")

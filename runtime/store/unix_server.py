@@ -64,6 +64,7 @@ class UnixServer:
 
     def _forget(self) -> None:
         """In a forked child: clients are to see at once when the parent goes away."""
+        self._pid = 0
         for sock in (self._listener, *self._threads.values()):
             sock.close()
 

@@ -175,6 +175,17 @@ def test_parent_and_forked_child_each_get_their_own_answers(
     store.close()
 
 
+def test_a_fork_in_the_middle_of_a_call_of_another_thread_blocks_nobody(opened: Open) -> None:
+    store, keys = opened(), chain("a", 2)
+    store.put(keys, blocks(keys))
+    lock = getattr(store._link, "_lock", None) or store._link._calls._changed  # type: ignore[attr-defined]
+    with lock, store.counters._lock:  # as if others held them
+        child = Child(lambda: [store.lookup(keys), store.stats()["client"], store.close()])
+    found = child.result()
+    assert found in ([2, {}, None], [0, {"unavailable": 2}, None])
+    assert wrong_blocks(store, keys, 1) == 0
+
+
 def test_what_a_parent_holds_ends_with_it_though_its_child_lives(
     served: Callable[..., Served],
 ) -> None:
