@@ -17,6 +17,10 @@ from runtime.inspect_command import inspect
 from runtime.quantize_command import quantize
 from runtime.store.commands import store_app
 
+INTERRUPTED = 130
+USAGE_ERROR: type[Exception] = typer.BadParameter.__mro__[1]
+"""Of all errors of options and arguments; typer exports only this one subclass of it."""
+
 app = typer.Typer(
     name="runtime",
     help="The runtime that the twin is a twin of: quantized weights in pages, prefix store.",
@@ -42,16 +46,18 @@ def main() -> None:
         sys.stdout.reconfigure(errors="replace")
     try:
         try:
-            app(prog_name="runtime")
+            code = app(prog_name="runtime", standalone_mode=False)
         finally:
             sys.stdout.flush()
-    except SystemExit as stop:
-        if isinstance(getattr(stop.__context__, "__cause__", None), KeyboardInterrupt):
+        if code == INTERRUPTED:
             _complain("interrupted")  # typer has made an exit code of it, without a word
-        raise
-    except KeyboardInterrupt:
+        sys.exit(code if isinstance(code, int) else 0)
+    except USAGE_ERROR as error:
+        _complain_of_usage(error)
+        sys.exit(2)
+    except (KeyboardInterrupt, typer.Abort):
         _complain("interrupted")
-        sys.exit(130)
+        sys.exit(INTERRUPTED)
     except BrokenPipeError:
         _drop_output()
         sys.exit(141)
@@ -79,6 +85,16 @@ def _drop_output() -> None:
     """What is still buffered goes nowhere, so that the exit does not fail on it again."""
     with contextlib.suppress(OSError, ValueError):
         os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
+
+
+def _complain_of_usage(error: Exception) -> None:
+    """One line as for any other error; a command without words shows its help."""
+    if type(error).__name__ == "NoArgsIsHelpError":
+        sys.stderr.write(f"{error}\n" if str(error) else "")
+        return
+    context = getattr(error, "ctx", None)
+    path = f" (see {context.command_path} --help)" if context is not None else ""
+    _complain(f"error: {error.format_message()}{path}")  # type: ignore[attr-defined]
 
 
 def _complain(message: str) -> None:

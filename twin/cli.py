@@ -23,6 +23,10 @@ from twin.cache_command import cache
 from twin.memory_command import memory
 from twin.trace_commands import trace_app
 
+INTERRUPTED = 130
+USAGE_ERROR: type[Exception] = typer.BadParameter.__mro__[1]
+"""Of all errors of options and arguments; typer exports only this one subclass of it."""
+
 app = typer.Typer(
     name="twin",
     help="A digital twin of LLM serving: attention workers per FFN server, bits per expert weight.",
@@ -88,16 +92,18 @@ def main() -> None:
     _make_output_robust()
     try:
         try:
-            app()
+            code = app(standalone_mode=False)
         finally:
             sys.stdout.flush()
-    except SystemExit as stop:
-        if isinstance(getattr(stop.__context__, "__cause__", None), KeyboardInterrupt):
+        if code == INTERRUPTED:
             _complain("interrupted")  # typer has made an exit code of it, without a word
-        raise
-    except KeyboardInterrupt:
+        sys.exit(code if isinstance(code, int) else 0)
+    except USAGE_ERROR as error:
+        _complain_of_usage(error)
+        sys.exit(2)
+    except (KeyboardInterrupt, typer.Abort):
         _complain("interrupted")
-        sys.exit(130)
+        sys.exit(INTERRUPTED)
     except BrokenPipeError:
         _drop_output()
         sys.exit(141)
@@ -147,6 +153,16 @@ def _input_errors() -> tuple[type[Exception], ...]:
         RunDirectoryError,
         WeightMemoryError,
     )
+
+
+def _complain_of_usage(error: Exception) -> None:
+    """One line as for any other error; a command without words shows its help."""
+    if type(error).__name__ == "NoArgsIsHelpError":
+        sys.stderr.write(f"{error}\n" if str(error) else "")
+        return
+    context = getattr(error, "ctx", None)
+    path = f" (see {context.command_path} --help)" if context is not None else ""
+    _complain(f"error: {error.format_message()}{path}")  # type: ignore[attr-defined]
 
 
 def _complain(message: str) -> None:

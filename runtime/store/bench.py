@@ -20,6 +20,7 @@ from typing import Any
 import numpy as np
 
 from runtime.store.blocks import checksum
+from runtime.store.config import LEAST_BLOCK_BYTES, MOST_BLOCK_BYTES
 from runtime.store.deadline import Deadline
 from runtime.store.errors import StoreSetupError, StoreUnavailableError
 from runtime.store.store import PrefixStore, connect
@@ -47,7 +48,8 @@ def served(folder: Path, *options: str) -> Iterator[PrefixStore]:
         while store is None:
             if process.poll() is not None or deadline.is_over:
                 text = (folder / "server.log").read_text("utf-8", "replace").strip()
-                raise StoreSetupError(f"the server did not start: {text[-300:]}")
+                last = text.splitlines()[-1] if text else "it says nothing"
+                raise StoreSetupError(f"the server did not start: {last}")
             try:
                 store = connect(socket)
             except StoreUnavailableError:
@@ -77,9 +79,16 @@ def bench_store(
         rounds: Repetitions.
 
     Raises:
-        StoreSetupError: If the server does not come up.
+        StoreSetupError: If a size or folder is none, or the server does not come up.
     """
-    made = Path(tempfile.mkdtemp(prefix="prefix-store-", dir=folder))
+    if not LEAST_BLOCK_BYTES <= block_bytes <= MOST_BLOCK_BYTES:
+        raise StoreSetupError(
+            f"block_bytes: must be >= {LEAST_BLOCK_BYTES} B and at most 1 GiB, found {block_bytes}"
+        )
+    try:
+        made = Path(tempfile.mkdtemp(prefix="prefix-store-", dir=folder))
+    except OSError as error:
+        raise StoreSetupError(f"{folder}: {error.strerror}: bench works in a folder") from error
     try:
         return _measure(made, block_bytes, num_blocks, rounds)
     finally:

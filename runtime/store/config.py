@@ -2,15 +2,23 @@
 
 from __future__ import annotations
 
+import shutil
 from collections.abc import Mapping
+from contextlib import suppress
 from dataclasses import dataclass, field
 from pathlib import Path
+from typing import get_args
 
 from models.prefix_costs import PrefixCosts
+from policies.catalog import EVICTION, OWNERS
 from policies.prefix.store_settings import FlushRule, ReplicaRule
 from runtime.store.errors import StoreSetupError
+from runtime.store.sizes import MOST_BYTES
 
 DEFAULT_BLOCK_BYTES = 2 << 20
+LEAST_BLOCK_BYTES = 64
+MOST_BLOCK_BYTES = 1 << 30
+TENANT_BYTES = 16
 LEASE_S = 30.0
 RESERVATION_S = 30.0
 
@@ -59,13 +67,90 @@ class StoreConfig:
     is_pooled: bool = False
 
     def __post_init__(self) -> None:
-        if self.dram_bytes < self.block_bytes:
-            raise StoreSetupError(
-                f"DRAM size: must hold at least one block of {self.block_bytes:,} bytes, "
-                f"found {self.dram_bytes:,}"
-            )
+        """Checks.
+
+        Raises:
+            StoreSetupError: Naming the setting that is out of range, and what is allowed.
+        """
+        _check_sizes(self)
+        for name, found, allowed in (
+            ("eviction", self.eviction, tuple(EVICTION)),
+            ("ssd_eviction", self.ssd_eviction, tuple(EVICTION)),
+            ("replicas", self.replicas, get_args(ReplicaRule)),
+            ("flush", self.flush, get_args(FlushRule)),
+            ("owner_rule (owner)", self.owner_rule, tuple(OWNERS)),
+        ):
+            if found not in allowed:
+                raise StoreSetupError(
+                    f"{name}: must be one of {', '.join(allowed)}, found {found!r}"
+                )
+        if not 0.0 < self.replica_share < 1.0:
+            raise StoreSetupError(f"replica_share: must be within 0..1, found {self.replica_share}")
         for name in ("lease_s", "reservation_s"):
-            if getattr(self, name) <= 0:
-                raise StoreSetupError(f"{name}: must be > 0, found {getattr(self, name)}")
+            if not 0.0 < getattr(self, name) < float("inf"):
+                raise StoreSetupError(
+                    f"{name}: must be > 0 and finite, found {getattr(self, name)}"
+                )
+        if self.log_calls < 0:
+            raise StoreSetupError(f"log_calls: must be >= 0, found {self.log_calls}")
         if not 0 < len(self.node.encode()) <= 255:
             raise StoreSetupError(f"node: must be a name of 1 to 255 bytes, found {self.node!r}")
+        _check_quotas(self.quota_bytes, self.policy_memory_bytes)
+
+    @property
+    def policy_memory_bytes(self) -> int:
+        """Memory that the policy fills: all slots but those for blocks that only pass."""
+        num_slots = self.dram_bytes // self.block_bytes
+        return (num_slots - passing_slots(num_slots)) * self.block_bytes
+
+
+def passing_slots(num_slots: int) -> int:
+    """Slots for blocks that serve one load or one put only, such as what is too cheap to keep."""
+    return min(num_slots // 16, 256)
+
+
+def _check_sizes(config: StoreConfig) -> None:
+    if not LEAST_BLOCK_BYTES <= config.block_bytes <= MOST_BLOCK_BYTES:
+        raise StoreSetupError(
+            f"block_bytes: slot size: must be >= {LEAST_BLOCK_BYTES} B and at most 1 GiB, "
+            f"found {config.block_bytes:,} B"
+        )
+    if config.dram_bytes < config.block_bytes:
+        raise StoreSetupError(
+            f"dram: DRAM size: must hold at least one block of {config.block_bytes:,} bytes, "
+            f"found {config.dram_bytes:,}"
+        )
+    for name, size in (("dram", config.dram_bytes), ("ssd", config.ssd_bytes)):
+        if not 0 <= size <= MOST_BYTES:
+            raise StoreSetupError(f"{name}: must be at most 1,048,576 TiB, found {size:,} B")
+    if config.segment_bytes <= 0:
+        raise StoreSetupError(f"segment_bytes: must be > 0, found {config.segment_bytes}")
+    if config.ssd_bytes > 0:
+        disk = _disk_bytes(config.folder)
+        if disk is not None and config.ssd_bytes > disk:
+            raise StoreSetupError(
+                f"ssd: {config.ssd_bytes / 2**30:,.1f} GiB are more than the disk of "
+                f"{config.folder} has, {disk / 2**30:,.1f} GiB"
+            )
+
+
+def _check_quotas(quotas: Mapping[bytes, int], memory_bytes: int) -> None:
+    for tenant, quota in quotas.items():
+        if not isinstance(tenant, bytes) or len(tenant) != TENANT_BYTES:
+            raise StoreSetupError(f"quota_bytes: a tenant's tag must have {TENANT_BYTES} bytes")
+        if quota <= 0:
+            raise StoreSetupError(f"quota_bytes: a quota must be > 0, found {quota}")
+    if sum(quotas.values()) >= memory_bytes:
+        raise StoreSetupError(
+            f"quota_bytes: the sum of the quotas, {sum(quotas.values()):,} bytes, must leave "
+            f"something of the memory ({memory_bytes:,} bytes) to the other tenants; they leave "
+            "nothing"
+        )
+
+
+def _disk_bytes(folder: Path) -> int | None:
+    """Size of the disk that the folder is on, or will be on once it is made."""
+    for place in (folder.absolute(), *folder.absolute().parents):
+        with suppress(OSError):
+            return shutil.disk_usage(place).total
+    return None

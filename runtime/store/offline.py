@@ -16,11 +16,15 @@ def opened_ssd(folder: Path) -> Iterator[SsdTier]:
     """The SSD tier of a store's folder, or of its ``ssd`` folder itself.
 
     Raises:
-        StoreSetupError: If there is none, or a server uses it.
+        StoreSetupError: If there is none (nothing is made then), or a server uses it.
     """
-    path = folder / "ssd" if (folder / "ssd").is_dir() else folder
-    if not path.is_dir() or not any(path.iterdir()):
-        raise StoreSetupError(f"{folder}: no store with an SSD part there")
+    path = next(
+        (path for path in (folder / "ssd", folder) if (path / "format.json").is_file()), None
+    )
+    if path is None:
+        raise StoreSetupError(
+            f"{folder}: no store with an SSD part there (a folder with ssd/format.json)"
+        )
     # Nothing is to be evicted: as much room as there may ever be.
     ssd = SsdTier.open(path, capacity_bytes=sys.maxsize // 2)
     try:

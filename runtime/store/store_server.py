@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import tempfile
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -49,8 +50,10 @@ class StoreServer:
         """Open the node and serve from now on.
 
         Raises:
-            StoreSetupError: If the folder, memory, SSD or an address cannot be used.
+            StoreSetupError: If the folder, memory, SSD, decision log or an address cannot be used.
         """
+        if config.decision_log is not None:
+            _check_writable(config.decision_log)
         self._config = config
         self._stack = contextlib.ExitStack()
         self.metrics_port: int | None = None
@@ -89,11 +92,30 @@ class StoreServer:
         self._stack.callback(stop)
 
     def _close_node(self) -> None:
-        self.node.close(Deadline.after(STOP_S))
-        if self._config.decision_log is not None:
-            write_whole(self._config.decision_log, self.node.decisions.to_bytes())
+        try:
+            self.node.close(Deadline.after(STOP_S))
+        finally:  # what was recorded is most wanted when something goes wrong
+            if self._config.decision_log is not None:
+                self._write_decisions(self._config.decision_log)
+
+    def _write_decisions(self, file: Path) -> None:
+        try:
+            write_whole(file, self.node.decisions.to_bytes())
+        except OSError as error:
+            raise StoreSetupError(f"--decision-log: {file}: {error.strerror}") from error
 
     def stop(self) -> None:
         """Let the clients go, write what waits for SSD, and close everything."""
         self._stack.close()
         _log.info("stopped", node=self._config.store.node)
+
+
+def _check_writable(file: Path) -> None:
+    """Fail at the start, not at the end, if the decision log could not be written there."""
+    if file.is_dir():
+        raise StoreSetupError(f"--decision-log: {file}: is a folder; name a file")
+    try:
+        with tempfile.TemporaryFile(dir=file.absolute().parent):
+            pass
+    except OSError as error:
+        raise StoreSetupError(f"--decision-log: {file}: {error.strerror}") from error
