@@ -8,7 +8,7 @@ from collections.abc import Iterator, Sequence
 from concurrent.futures import FIRST_COMPLETED, Future, ProcessPoolExecutor, wait
 from concurrent.futures.process import BrokenProcessPool
 from contextlib import contextmanager
-from multiprocessing import get_context
+from multiprocessing import forkserver, get_context, resource_tracker
 from multiprocessing.context import BaseContext
 from typing import NamedTuple
 
@@ -87,6 +87,7 @@ def all_cell_hits(
         return
     context = get_context("forkserver")
     context.set_forkserver_preload(["twin.cache_cells"])
+    _start_forkserver()
     with _pool(workers, context, requests, costs) as pool:
         waiting: dict[Future[NDArray[np.int64]], Cell] = {
             pool.submit(_hits_here, cell): cell for cell in cells
@@ -102,6 +103,20 @@ def all_cell_hits(
                         f"a worker process was killed (out of memory?) before {cell.policy} at "
                         f"{cell.blocks:,} blocks was done; repeat with --jobs 1 or fewer --requests"
                     ) from None
+
+
+def _start_forkserver() -> None:
+    """Start what the workers are forked from with Ctrl-C blocked; they inherit that.
+
+    Ctrl-C in a terminal goes to all processes of the command. It is for this one, which ends the
+    others; they must not answer it with a traceback, even while they import.
+    """
+    resource_tracker.ensure_running()  # it unblocks signals when it starts, so not in between
+    before = signal.pthread_sigmask(signal.SIG_BLOCK, {signal.SIGINT})
+    try:
+        forkserver.ensure_running()
+    finally:
+        signal.pthread_sigmask(signal.SIG_SETMASK, before)
 
 
 _given: list[tuple[CacheRequests, BlockCosts]] = []  # of a worker process: what all its cells read

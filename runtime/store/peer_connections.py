@@ -9,17 +9,23 @@ from __future__ import annotations
 
 import socket
 import threading
+import time
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass, field
 from typing import Final
 
+import structlog
+
 from runtime.store.deadline import Deadline
 from runtime.store.errors import DeadlineError, StoreError, StoreUnavailableError
-from runtime.store.peer_identity import Incarnations, NodeIdentity, greet
+from runtime.store.peer_counters import PeerCounters
+from runtime.store.peer_faults import Seldom
+from runtime.store.peer_identity import Incarnations, NodeIdentity, RefusedError, greet
 from runtime.store.peer_messages import Use
 from runtime.store.wire import close_socket
 
+_log = structlog.get_logger(__name__)
 MOST_PER_USE: Final[Mapping[Use, int]] = {"fetch": 4, "put": 2, "control": 3}
 CONNECT_S: Final = 2.0
 
@@ -58,10 +64,18 @@ class PeerConnections:
     Args:
         identity: Who this node is.
         incarnations: Shared with the other parts of the node.
+        counters: Where handshakes that failed are counted.
     """
 
-    def __init__(self, identity: NodeIdentity, incarnations: Incarnations) -> None:
+    def __init__(
+        self,
+        identity: NodeIdentity,
+        incarnations: Incarnations,
+        counters: PeerCounters | None = None,
+    ) -> None:
         self._identity = identity
+        self._counters = counters or PeerCounters()
+        self._seldom = Seldom()
         self._incarnations = incarnations
         self._lanes: dict[tuple[str, Use], _Lane] = {}
         # Host and port as told, and the address last looked up.
@@ -200,10 +214,20 @@ class PeerConnections:
         except OSError as error:
             close_socket(sock)
             raise StoreUnavailableError(f"cannot reach node {node!r}: {error}") from error
+        except RefusedError as error:
+            close_socket(sock)
+            self._counters.add("handshakes_refused")
+            self._say(node, address, str(error))
+            raise
         except StoreError:
             close_socket(sock)
             raise
         return Connection(sock, node, incarnation)
+
+    def _say(self, node: str, address: tuple[str, int], reason: str) -> None:
+        place = f"{address[0]}:{address[1]}"
+        if self._seldom.may_say(f"{node} {place} {reason}", now=time.monotonic()):
+            _log.warning("peer refuses or is refused", node=node, address=place, reason=reason)
 
     def _close_older(self, node: str, incarnation: int) -> None:
         with self._changed:

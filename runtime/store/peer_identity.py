@@ -19,6 +19,7 @@ import socket
 import threading
 import time
 from collections.abc import Callable
+from contextlib import suppress
 from dataclasses import dataclass, field
 from typing import Final, Literal, TypeVar
 
@@ -165,6 +166,8 @@ def greet(
     send_frame(sock, hello, deadline)
     challenge = _expect(sock, Challenge, deadline)
     if not hmac.compare_digest(challenge.proof, _proof("server", me.secret, hello, challenge)):
+        with suppress(StoreError):  # so that the other side can say so as well
+            send_frame(sock, Refused("another secret"), deadline)
         raise RefusedError(f"node {node!r} does not know this cluster's secret")
     if challenge.node != node:
         raise RefusedError(f"node {challenge.node!r} answers at the address of {node!r}")
@@ -191,19 +194,23 @@ def receive_greeting(
     """
     hello = _expect(sock, Hello, deadline)
     if hello.version != PROTOCOL_VERSION:
-        _refuse(sock, f"protocol {hello.version}, this node speaks {PROTOCOL_VERSION}", deadline)
+        reason = f"protocol {hello.version}, this node speaks {PROTOCOL_VERSION}"
+        _refuse(sock, hello, reason, deadline)
     if hello.cluster != me.cluster:
-        _refuse(sock, "another cluster", deadline)
+        _refuse(sock, hello, "another cluster", deadline)
     if hello.node == me.name:
-        _refuse(sock, "the name of this node", deadline)
+        _refuse(sock, hello, "the name of this node", deadline)
     challenge = Challenge(me.name, me.incarnation, os.urandom(_NONCE_BYTES), bytes(32))
     challenge.proof = _proof("server", me.secret, hello, challenge)
     send_frame(sock, challenge, deadline)
-    proof = _expect(sock, Proof, deadline)
+    try:
+        proof = _expect(sock, Proof, deadline)
+    except RefusedError as error:
+        raise RefusedError(f"node {hello.node[:40]!r}: {error}") from None
     if not hmac.compare_digest(proof.proof, _proof("client", me.secret, hello, challenge)):
-        _refuse(sock, "another secret", deadline)
+        _refuse(sock, hello, "another secret", deadline)
     if not incarnations.see(hello.node, hello.incarnation):
-        _refuse(sock, "an older incarnation", deadline)
+        _refuse(sock, hello, "an older incarnation", deadline)
     send_frame(sock, Welcome(), deadline)
     return hello
 
@@ -211,15 +218,15 @@ def receive_greeting(
 def _expect(sock: socket.socket, kind: type[_Frame], deadline: Deadline) -> _Frame:
     frame = recv_frame(sock, _HandshakeFrame, deadline, HANDSHAKE_MAX_BYTES)
     if isinstance(frame, Refused):
-        raise RefusedError(f"refused: {frame.reason}")
+        raise RefusedError(f"refused: {frame.reason[:80]}")
     if not isinstance(frame, kind):
         raise FrameError(f"{type(frame).__name__} where {kind.__name__} is due")
     return frame
 
 
-def _refuse(sock: socket.socket, reason: str, deadline: Deadline) -> None:
+def _refuse(sock: socket.socket, hello: Hello, reason: str, deadline: Deadline) -> None:
     send_frame(sock, Refused(reason), deadline)
-    raise RefusedError(reason)
+    raise RefusedError(f"node {hello.node[:40]!r}: {reason}")
 
 
 def _proof(

@@ -65,7 +65,7 @@ class PeerRequests:
         self.counters = PeerCounters()
         self.suspects = suspects or Suspects()
         self.incarnations = incarnations or Incarnations()
-        self.connections = PeerConnections(identity, self.incarnations)
+        self.connections = PeerConnections(identity, self.incarnations, self.counters)
         self.incarnations.when_newer(lambda node, _: self.suspects.clear(node))
 
     def add(self, node: str, host: str, port: int) -> None:

@@ -191,7 +191,7 @@ class PeerServer:
             pass
         except RefusedError as error:
             self.counters.add("handshakes_refused")
-            self._say("peer refused", reason=str(error))
+            self._say("peer refused", reason=str(error), address=_address(sock))
         except FrameError as error:
             self.counters.add("bad_frames")
             self._say("peer connection closed", reason=str(error))
@@ -245,3 +245,10 @@ class PeerServer:
                 if other == node and seen < incarnation:
                     with suppress(OSError):
                         sock.shutdown(socket.SHUT_RDWR)
+
+
+def _address(sock: socket.socket) -> str:
+    """Host at the other end; its port is another one each time."""
+    with suppress(OSError, IndexError):
+        return str(sock.getpeername()[0])
+    return "unknown"

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import csv
 import io
 import itertools
@@ -218,6 +219,39 @@ def test_an_interrupted_run_leaves_nothing_behind(tmp_path: Path) -> None:
     assert running.returncode == 130
     assert (out, complaints) == ("", "interrupted: nothing was written\n")
     assert list(tmp_path.iterdir()) == []
+
+
+def test_workers_do_not_hear_ctrl_c_whatever_they_are_doing(tmp_path: Path) -> None:
+    program = Path(sys.executable).with_name("twin")
+    words = ["docqa", "--requests", "40", "--policy", "lru", "--no-bound", "--no-plots"]
+    running = subprocess.Popen(
+        [str(program), "cache", *words, "--jobs", "2", "--out", str(tmp_path / "run"), "--json"],
+        stdout=subprocess.PIPE,
+        stderr=subprocess.PIPE,
+        text=True,
+        start_new_session=True,
+    )
+    signalled = set()
+    deadline = time.monotonic() + 60
+    while running.poll() is None and time.monotonic() < deadline:
+        for pid in descendants(running.pid):
+            with contextlib.suppress(ProcessLookupError):
+                os.kill(pid, signal.SIGINT)
+                signalled.add(pid)
+        time.sleep(0.002)
+    out, complaints = running.communicate(timeout=60)
+    assert (running.returncode, complaints) == (0, "")
+    assert "lru" in json.loads(out)["curves"]
+    assert len(signalled) >= 4  # resource tracker, forkserver, two workers
+
+
+def descendants(pid: int) -> list[int]:
+    """Children and their children, from /proc; those that end meanwhile have none."""
+    found = []
+    with contextlib.suppress(OSError):
+        for word in Path(f"/proc/{pid}/task/{pid}/children").read_text().split():
+            found += [int(word), *descendants(int(word))]
+    return found
 
 
 def test_labels_move_apart_and_keep_their_order() -> None:

@@ -55,7 +55,7 @@ POOLED = ("--peers", "a=127.0.0.1:7001,b=127.0.0.1:7002", "--node", "a")
         (("--block-bytes", "8GiB"), ("block_bytes", "1 GiB")),
         (("--dram", "99999999999999999999999999TiB"), ("dram", "must be at most")),
         (("--dram", "9" * 400), ("dram", "must be at most")),
-        (("--dram", "1000TiB"), ("dram",)),
+        (("--dram", "1000TiB"), ("DRAM size",)),
         (("--ssd", "900PiB"), ("ssd", "must be a size")),
         (("--ssd", "100000TiB"), ("ssd", "disk")),
         (("--node", ""), ("node",)),

@@ -14,6 +14,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 
 import pytest
+import structlog
 
 from runtime.store.errors import StoreError, StoreSetupError
 from runtime.store.membership import Member, Register, StaticRegister, parse_members
@@ -161,18 +162,23 @@ class Pool:
     closers: list[Callable[[], object]] = field(default_factory=list)
 
     def node(
-        self, name: str, register: Register, port: int = 0, incarnation: int = 1, **more: object
+        self,
+        name: str,
+        register: Register,
+        port: int = 0,
+        incarnation: int = 1,
+        secret: bytes = b"s",
+        **more: object,
     ) -> Node:
         handler, log = InMemoryNode(), []  # type: ignore[var-annotated]
         network = PeerNetwork(
-            NodeIdentity(name, incarnation, "c", b"s"),
+            NodeIdentity(name, incarnation, "c", secret),
             handler,
             register,
             listen=("127.0.0.1", port),
             joined=lambda node, number: log.append(("joined", node, number)),
             left=lambda node: log.append(("left", node)),
-            interval_s=BEAT_S,
-            **more,  # type: ignore[arg-type]
+            **{"interval_s": BEAT_S} | more,  # type: ignore[arg-type]
         )
         network.start()
         self.closers.append(network.stop)
@@ -195,12 +201,42 @@ def pool() -> Iterator[Pool]:
     assert left == []
 
 
-def pair(pool: Pool) -> tuple[Node, Node, Proxy, Proxy]:
+def test_nodes_with_different_secrets_say_so_and_count_it_on_both_sides(pool: Pool) -> None:
+    ports = [free_port(), free_port()]
+    with structlog.testing.capture_logs() as said:
+        nodes = [
+            pool.node(
+                name,
+                StaticRegister((Member(other, "127.0.0.1", ports[1 - i]),)),
+                ports[i],
+                secret=secret,
+            )
+            for i, (name, other, secret) in enumerate((("a", "b", b"one"), ("b", "a", b"two")))
+        ]
+        counts = [node.network.counters for node in nodes]
+        for count in counts:
+            wait_until(lambda count=count: count().get("peer_handshakes_refused", 0) >= 2)  # type: ignore[misc]
+            wait_until(lambda count=count: count().get("served_handshakes_refused", 0) >= 2)  # type: ignore[misc]
+    assert nodes[0].sees("a")() and nodes[1].sees("b")()
+    warnings = [entry for entry in said if entry["log_level"] == "warning"]
+    asked = [entry for entry in warnings if entry["event"] == "peer refuses or is refused"]
+    # However often it happened: each says it once a minute.
+    assert sorted((e["node"], e["address"]) for e in asked) == [
+        ("a", f"127.0.0.1:{ports[0]}"),
+        ("b", f"127.0.0.1:{ports[1]}"),
+    ]
+    assert all("secret" in entry["reason"] for entry in asked)
+    served = [entry for entry in warnings if entry["event"] == "peer refused"]
+    assert sorted(entry["reason"].split(":")[0] for entry in served) == ["node 'a'", "node 'b'"]
+    assert all("secret" in e["reason"] and e["address"] == "127.0.0.1" for e in served)
+
+
+def pair(pool: Pool, **more: object) -> tuple[Node, Node, Proxy, Proxy]:
     """Two nodes that reach each other by proxies only."""
     to_a, to_b = pool.proxy(), pool.proxy()
-    a = pool.node("a", StaticRegister((Member("b", "127.0.0.1", to_b.port, 2.0),)))
+    a = pool.node("a", StaticRegister((Member("b", "127.0.0.1", to_b.port, 2.0),)), **more)
     to_a.target = a.network.server.port
-    b = pool.node("b", StaticRegister((Member("a", "127.0.0.1", to_a.port),)), weight=2.0)
+    b = pool.node("b", StaticRegister((Member("a", "127.0.0.1", to_a.port),)), weight=2.0, **more)
     to_b.target = b.network.server.port
     wait_until(a.sees("a", "b"))
     wait_until(b.sees("a", "b"))
@@ -208,7 +244,8 @@ def pair(pool: Pool) -> tuple[Node, Node, Proxy, Proxy]:
 
 
 def test_nodes_of_a_list_find_each_other_and_what_they_hold(pool: Pool) -> None:
-    a, b, _, _ = pair(pool)
+    # No death is due here: heartbeats that a busy machine delays must not make one.
+    a, b, _, _ = pair(pool, interval_s=1.0, most_missed=1000)
     assert dict(a.network.live()) == {"a": 1.0, "b": 2.0}
     assert a.log == [("joined", "b", 1)]
     a.holds("x", "y")
