@@ -49,7 +49,7 @@ class Calls:
             self._num_running += is_there
         try:
             yield is_there
-        except ValueError:
+        except (StoreUnavailableError, ValueError):  # the same
             if self._phase != "closed":
                 raise
         finally:

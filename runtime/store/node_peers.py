@@ -235,7 +235,9 @@ class NodePeers:
         """A node is gone: copies of its blocks are promoted, its own are forgotten."""
         state = self._state
         flush: list[bytes] = []
-        with state.lock:
+        with self._node.calls.ending() as is_there, state.lock:
+            if not is_there:
+                return
             state.weights.pop(node, None)
             promoted = state.directory.promotions(node, state.weights)
             orphans = [h.key for h in state.directory.holdings(node) if isinstance(h.key, bytes)]

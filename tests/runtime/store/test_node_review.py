@@ -449,6 +449,17 @@ def test_every_call_after_close_says_so_and_none_touches_the_memory(opened: Open
     assert node.gauges()["slots"] == 12
 
 
+def test_a_node_lost_while_this_one_closes_changes_nothing_any_more(opened: Open) -> None:
+    node, keys = opened(), chain("orphans", 2)
+    peers = NodePeers(node)
+    peers.joined("b", 1, 1.0)
+    assert received(peers, keys, is_owned=False) == 2
+    peers.announced("b", 1, words_of(keys), [])
+    node.close()
+    peers.left("b")
+    assert node.state.counters["blocks_taken_over"] == 0
+
+
 def test_close_waits_for_calls_that_run_and_they_end_well(opened: Open) -> None:
     node, keys = opened(dram_bytes=32 * BLOCK), chain("busy", 1)
     begun, gate = threading.Event(), threading.Event()
