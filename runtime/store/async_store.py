@@ -12,7 +12,7 @@ from typing import Any, TypeVar
 
 from runtime.store.forks import on_fork
 from runtime.store.found import Found
-from runtime.store.store import DEADLINE_S, Buffer, PrefixStore, Put
+from runtime.store.prefix_store import DEADLINE_S, Buffer, PrefixStore, Put
 
 Answer = TypeVar("Answer")
 

@@ -11,7 +11,7 @@ from policies.prefix.keys import Namespace, block_keys, root_key, tenant_tag
 
 if TYPE_CHECKING:
     from runtime.store.found import Found
-    from runtime.store.store import Buffer, PrefixStore, Put
+    from runtime.store.prefix_store import Buffer, PrefixStore, Put
 
 TokenIds = Sequence[int] | NDArray[Any]
 
