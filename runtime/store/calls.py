@@ -11,6 +11,7 @@ from runtime.store.deadline import Deadline
 from runtime.store.errors import StoreUnavailableError
 
 _SAID: Final = "the store is closed"
+_Phase = Literal["open", "closing", "closed"]
 
 
 class Calls:
@@ -19,7 +20,7 @@ class Calls:
     def __init__(self) -> None:
         self._changed = threading.Condition()
         self._num_running = 0
-        self._phase: Literal["open", "closing", "closed"] = "open"
+        self._phase: _Phase = "open"
 
     @contextmanager
     def running(self) -> Iterator[None]:
@@ -35,7 +36,7 @@ class Calls:
         try:
             yield
         except ValueError as error:
-            if self._phase == "closed":  # the memory went under a call that took too long
+            if self._is_closed():  # the memory went under a call that took too long
                 raise StoreUnavailableError(_SAID) from error
             raise
         finally:
@@ -50,7 +51,7 @@ class Calls:
         try:
             yield is_there
         except (StoreUnavailableError, ValueError):  # the same
-            if self._phase != "closed":
+            if not self._is_closed():
                 raise
         finally:
             if is_there:
@@ -75,6 +76,9 @@ class Calls:
                 self._changed.wait(deadline.left_s())
             self._phase = "closed"
             return not self._num_running
+
+    def _is_closed(self) -> bool:
+        return self._phase == "closed"
 
     def _end(self) -> None:
         with self._changed:
