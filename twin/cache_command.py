@@ -15,6 +15,16 @@ if TYPE_CHECKING:
     from twin.cache_workload import CacheWorkload
 
 
+GENERATOR_LACKS = {
+    "block_tokens": None,
+    "format": "auto",
+    "columns": None,
+    "time_unit": None,
+    "skip_bad_rows": False,
+}
+"""Option that only a file has -> its value when it is not given."""
+
+
 def cache(
     trace: Annotated[
         str,
@@ -95,11 +105,12 @@ def cache(
 
     Example: twin cache docqa --policy lru --policy tree_hd --size 5% --size 64GiB
     """
-    from traces.record import check_writable, next_run_path, write_numbered_run, write_run
+    from traces.record import next_run_path, write_numbered_run, write_run
     from twin.cache_curves import CacheQuestion, run_curves
     from twin.cache_files import cache_record
     from twin.cache_sizes import DEFAULT_SIZES
     from twin.progress import progress_bar
+    from twin.run_place import check_place
     from twin.trace_input import read_options
 
     question = CacheQuestion(
@@ -113,7 +124,7 @@ def cache(
         jobs=jobs,
     )
     question.check()
-    check_writable(out or next_run_path("results", "cache"))
+    check_place(out or next_run_path("results", "cache"))
     try:
         workload = _workload(
             trace,
@@ -144,7 +155,7 @@ def cache(
     console = make_console()
     print_cache(summary, console)
     console.print(
-        f"\nwritten: {target}/ (run.json, curves.csv{', plots' if plots else ''})",
+        f"written: {target}/ (run.json, curves.csv{', plots' if plots else ''})",
         markup=False,
         soft_wrap=True,
     )
@@ -165,10 +176,12 @@ def _workload(
     from twin.trace_input import read_file
 
     if is_generator(name):
-        if options["block_tokens"] is not None:
-            raise ScenarioError(
-                f"--block-tokens: is that of a file; the generator {name} has blocks of its own"
-            )
+        for option, unset in GENERATOR_LACKS.items():
+            if options[option] != unset:
+                raise ScenarioError(
+                    f"--{option.replace('_', '-')}: is for a file; the generator {name} has "
+                    f"blocks and rows of its own (./{name} is a file of that name)"
+                )
         return generated_workload(
             name, seed=seed, num_requests=num_requests, tells_category=tells_category
         )

@@ -31,10 +31,13 @@ def print_cache(summary: Summary, console: Console) -> None:
     console.print()
     console.print(Text("Answer", style="bold"))
     for line in answer_lines(summary):
-        console.print(Padding(Text(line), (0, 0, 0, 2)))
+        console.print(Padding(Text(line), (0, 0, 0, 2), expand=False))
     console.print()
     for table in curve_tables(summary, plain):
+        # rich would wrap a caption to the width of the table
+        caption, table.caption = table.caption, None
         console.print(table)
+        console.print(caption)
         console.print()
     print_warnings(summary["warnings"], console)
 

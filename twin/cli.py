@@ -267,7 +267,7 @@ def run(
     with [prefix]: prompts' beginnings pooled over nodes.
     """
     from models.scenario_file import is_paged_weight, is_prefix, parse_paged_weight, parse_scenario
-    from traces.record import check_writable, next_run_path, write_numbered_run, write_run
+    from traces.record import next_run_path, write_numbered_run, write_run
     from twin.experiment import ExperimentResult, run_experiment
     from twin.paged_weight_experiment import PagedWeightResult, run_paged_weight
     from twin.paged_weight_files import paged_weight_record
@@ -275,6 +275,7 @@ def run(
     from twin.progress import progress_bar
     from twin.report import make_console, print_report
     from twin.run_files import run_record
+    from twin.run_place import check_place
 
     tables = _tables(scenario, trace, settings, seed=seed, skip_bad_rows=skip_bad_rows)
     if is_prefix(tables):
@@ -282,7 +283,7 @@ def run(
         return
     is_paged = is_paged_weight(tables)
     question = (parse_paged_weight if is_paged else parse_scenario)(tables, where=_where(scenario))
-    check_writable(out or next_run_path("results", "run"))
+    check_place(out or next_run_path("results", "run"))
     result: ExperimentResult | PagedWeightResult
     try:
         with progress_bar() as on_progress:
@@ -320,18 +321,22 @@ def _run_prefix(
 ) -> None:
     """A scenario of a pooled prefix cache, from its tables to its directory and report."""
     from models.scenario_file import parse_prefix
-    from traces.record import check_writable, next_run_path, write_numbered_run, write_run
+    from traces.record import next_run_path, write_numbered_run, write_run
     from twin.progress import progress_bar
     from twin.report import make_console
+    from twin.run_place import check_place
     from twin.store.experiment import run_prefix
     from twin.store.files import prefix_record
     from twin.store.report import print_prefix
 
     question = parse_prefix(tables, where=where)
-    check_writable(out or next_run_path("results", "run"))
+    check_place(out or next_run_path("results", "run"))
     try:
         with progress_bar() as on_progress:
-            result = run_prefix(question, on_progress=on_progress)
+            try:
+                result = run_prefix(question, on_progress=on_progress)
+            except ScenarioError as error:  # what does not fit together is found by the run
+                raise ScenarioError(f"{where}: {error}") from None
         record = prefix_record(result, plots=plots)
         target = out or write_numbered_run("results", result.name, record)
         if out is not None:
@@ -345,7 +350,7 @@ def _run_prefix(
     console = make_console()
     print_prefix(result.summary, console)
     console.print(
-        f"\nwritten: {target}/ (run.json, tables, decisions{', plots' if plots else ''})",
+        f"written: {target}/ (run.json, tables, decisions{', plots' if plots else ''})",
         markup=False,
         soft_wrap=True,
     )

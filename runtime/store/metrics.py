@@ -46,15 +46,11 @@ class StoreCollector(Collector):
         for name, value in (
             counters | {f"ssd_{k}": v for k, v in stats["ssd_counters"].items()}
         ).items():
-            counter = CounterMetricFamily(
-                f"{PREFIX}_{name}", name.replace("_", " ").capitalize() + ".", labels=["node"]
-            )
+            counter = CounterMetricFamily(f"{PREFIX}_{name}", counter_help(name), labels=["node"])
             counter.add_metric([node], value)
             yield counter
         for name, value in stats["gauges"].items():
-            gauge = GaugeMetricFamily(
-                f"{PREFIX}_{name}", name.replace("_", " ").capitalize() + ".", labels=["node"]
-            )
+            gauge = GaugeMetricFamily(f"{PREFIX}_{name}", gauge_help(name), labels=["node"])
             gauge.add_metric([node], value)
             yield gauge
         incarnation = GaugeMetricFamily(
@@ -62,6 +58,28 @@ class StoreCollector(Collector):
         )
         incarnation.add_metric([node], stats["incarnation"])
         yield incarnation
+
+
+_PARTS = {"ssd_": "On the SSD", "peer_": "Asked of other nodes", "served_": "Asked by other nodes"}
+
+
+def counter_help(name: str) -> str:
+    """A sentence that says what a counter counts."""
+    for prefix, where in _PARTS.items():
+        if name.startswith(prefix):
+            words = name.removeprefix(prefix).replace("_", " ")
+            return f"{where}: number of {words} since the server started."
+    words = name.replace("_", " ").replace("ssd", "SSD")
+    return f"Number of {words} since the server started."
+
+
+def gauge_help(name: str) -> str:
+    """A sentence that says what a gauge shows."""
+    words = name.removesuffix("_bytes").replace("_", " ").replace("ssd", "SSD")
+    words = words[0].upper() + words[1:]
+    if name.endswith("_bytes"):
+        return f"{words}: size in bytes at the moment."
+    return f"{words}: how many there are at the moment."
 
 
 def serve_metrics(

@@ -158,6 +158,12 @@ def test_a_size_out_of_range_is_refused_by_its_text(text: str, found: str) -> No
         (["docqa", "--policy", "lru", "--mfu", "1.5"], ["--mfu", "1.5"]),
         (["docqa", "--policy", "lru", "--bytes-per-token", "0"], ["--bytes-per-token", "0"]),
         (["docqa", "--block-tokens", "32"], ["--block-tokens", "docqa"]),
+        (["docqa", "--format", "foo"], ["--format", "docqa"]),
+        (["docqa", "--columns", "prompt=p"], ["--columns", "docqa"]),
+        (["docqa", "--time-unit", "s"], ["--time-unit", "docqa"]),
+        (["docqa", "--skip-bad-rows"], ["--skip-bad-rows", "docqa"]),
+        (["docqa", "--jobs", "0"], ["--jobs", "1"]),
+        (["docqa", "--out", "/proc/x"], ["/proc/x", "cannot be made"]),
         (["no-such-file.jsonl"], ["no-such-file.jsonl"]),
     ],
 )

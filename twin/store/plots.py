@@ -146,26 +146,33 @@ def bytes_figure(summary: Mapping[str, Any]) -> Figure:
 
 
 def time_figure(summary: Mapping[str, Any]) -> Figure:
-    """Computed share so far, and requests in the system, over time."""
+    """Computed share so far, and requests in the system, over time.
+
+    Systems often do the same for long: later lines are narrower and on top, so that those they lie
+    on show at both sides.
+    """
     from matplotlib.figure import Figure
+    from matplotlib.ticker import MaxNLocator
 
     stream = _streams(summary)[-1]
     figure = Figure(figsize=(8.6, 5.4), dpi=120, layout="constrained")
     share, queue = figure.subplots(2, 1, sharex=True, gridspec_kw={"height_ratios": (1.6, 1)})
-    for series in summary["series"]:
-        if series["stream"] != stream:
-            continue
+    drawn = [series for series in summary["series"] if series["stream"] == stream]
+    for series, width in zip(
+        drawn, np.linspace(1.2 + 1.3 * len(drawn), 1.2, len(drawn)), strict=True
+    ):
         color = COLORS[series["mode"]]
-        share.plot(series["time_s"], series["computed_share"], color=color, lw=1.5)
+        share.plot(series["time_s"], series["computed_share"], color=color, lw=width)
         label = next(m["label"] for m in summary["modes"] if m["mode"] == series["mode"])
         queue.step(
             series["time_s"],
             np.add(series["num_requests_waiting"], series["num_requests_running"]),
             where="post",
             color=color,
-            lw=1.2,
+            lw=width,
             label=label,
         )
+    queue.yaxis.set_major_locator(MaxNLocator(nbins=5, integer=True))
     share.set_ylim(0, 1.02)
     share.set_ylabel("tokens computed so far, share")
     queue.set_ylabel("requests in system")

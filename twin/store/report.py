@@ -32,7 +32,7 @@ def print_prefix(summary: Mapping[str, Any], console: Console) -> None:
     console.print()
     console.print(Text("Answer", style="bold"))
     for line in answer_lines(summary):
-        console.print(Padding(Text(line), (0, 0, 0, 2)))
+        console.print(Padding(Text(line), (0, 0, 0, 2), expand=False))
     console.print()
     tables = [latency_table, tier_table]
     if any(row["blocks"] for row in summary["rows"]):

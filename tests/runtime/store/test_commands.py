@@ -12,12 +12,19 @@ import structlog
 from policies.prefix.store_settings import StoreSettings
 from runtime import cli
 from runtime.store import commands
+from runtime.store.commands import DEFAULT_DECISION_CALLS
 from runtime.store.config import StoreConfig
+from runtime.store.deadline import Deadline
 from runtime.store.errors import StoreSetupError
+from runtime.store.metrics import StoreCollector
 from runtime.store.node import opened
+from runtime.store.node_stats import node_stats
 from runtime.store.pool_config import pool_config
 from runtime.store.sizes import size_bytes
-from runtime.store.store import open_store
+from runtime.store.stats_tables import render_stats
+from runtime.store.store import open_store, store_config
+from runtime.store.store_server import ServerConfig, StoreServer
+from traces.decisions import read_decisions
 
 
 @pytest.fixture(autouse=True)
@@ -250,3 +257,51 @@ def test_the_advice_of_stats_names_the_folder_of_the_socket(
 ) -> None:
     for place in (tmp_path, tmp_path / "store.sock"):
         assert f"serve {tmp_path}\n" in refusal(["stats", str(place)], capsys, monkeypatch)
+
+
+def test_the_decision_log_is_written_even_if_closing_fails(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    log = tmp_path / "log"
+    config = ServerConfig(
+        store=store_config(
+            tmp_path / "s", dram="1MiB", ssd=0, block_bytes=4096, log_calls=DEFAULT_DECISION_CALLS
+        ),
+        socket=tmp_path / "s" / "store.sock",
+        decision_log=log,
+    )
+    server = StoreServer(config)
+    close = server.node.close
+
+    def fails(deadline: Deadline) -> None:
+        close(deadline)
+        raise OSError(5, "the disk went away")
+
+    monkeypatch.setattr(server.node, "close", fails)
+    with pytest.raises(OSError, match="went away"):
+        server.stop()
+    recipes, _ = read_decisions(log)
+    assert recipes["policies"]["prefix"]["kind"] == "prefix"
+
+
+def test_stats_show_what_happened_and_not_what_did_not() -> None:
+    shown = render_stats(
+        {
+            "node": "a",
+            "gauges": {"slots": 7},
+            "counters": {"blocks_stored": 3},
+            "ssd_counters": {"torn_records": 0, "written_blocks": 2},
+            "pool_counters": {"peer_put_blocks": 0, "peer_handshakes_refused": 1},
+        }
+    )
+    assert "torn" not in shown and "put blocks" not in shown
+    assert "written blocks" in shown and "handshakes refused" in shown
+
+
+def test_every_metric_has_a_sentence(tmp_path: Path) -> None:
+    config = store_config(tmp_path, dram="1MiB", ssd="16MiB", block_bytes=4096)
+    with opened(config) as node:
+        families = list(StoreCollector(lambda: node_stats(node)).collect())
+    helps = {family.name: family.documentation for family in families}
+    assert helps["prefix_store_ssd_used_bytes"] == "SSD used: size in bytes at the moment."
+    assert all(len(said.split()) >= 5 and said.endswith(".") for said in helps.values()), helps
