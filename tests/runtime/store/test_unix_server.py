@@ -97,7 +97,7 @@ def test_durable_blocks_survive_server_and_memory(server: Server) -> None:
 
 
 def test_a_server_killed_at_random_moments_serves_no_wrong_byte(server: Server) -> None:
-    one = server("--dram", str(48 * BLOCK), "--ssd", "8MiB")
+    one = server("--dram", str(48 * BLOCK), "--ssd", "64MiB")
     committed: list[str] = []
     for life in range(4):
         store = one.start()
