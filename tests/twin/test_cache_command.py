@@ -260,6 +260,19 @@ def descendants(pid: int) -> list[int]:
     return found
 
 
+def test_a_report_has_whole_captions_and_no_empty_lines_in_a_row(tmp_path: Path) -> None:
+    words = ["docqa", "--requests", "40", "--policy", "lru", "--size", "5%", "--no-plots"]
+    out = (
+        CliRunner()
+        .invoke(app, ["cache", *words, "--jobs", "1", "--out", str(tmp_path / "run")])
+        .stdout
+    )
+    assert "\n\n\n" not in out
+    assert "*: best policy, or within 0.05 points of it; below each size its blocks" in out
+    answers = [line for line in out.splitlines() if line.startswith(("  nearest", "*: "))]
+    assert len(answers) >= 2 and answers == [line.rstrip() for line in answers]
+
+
 def test_labels_move_apart_and_keep_their_order() -> None:
     assert spread([0.0, 10.0], 1.0) == [0.0, 10.0]
     assert spread([5.0, 5.0, 5.0], 1.0) == [4.0, 5.0, 6.0]
