@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import textwrap
 from collections.abc import Iterator, Mapping, Sequence
 from typing import Any
 
@@ -37,7 +38,7 @@ def print_cache(summary: Summary, console: Console) -> None:
         # rich would wrap a caption to the width of the table
         caption, table.caption = table.caption, None
         console.print(table)
-        console.print(caption)
+        console.print(Text(textwrap.fill(str(caption), console.width)))
         console.print()
     print_warnings(summary["warnings"], console)
 
