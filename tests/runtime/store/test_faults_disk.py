@@ -84,8 +84,10 @@ def segments(folder: Path) -> list[Path]:
 def test_a_full_disk_skips_stores_in_bounded_time_and_serves_what_it_has(
     small_disk: Path, opened: Open
 ) -> None:
-    """Rows 1, 5, 27: the tier was promised more than there is."""
-    store = opened(small_disk / "s", ssd="8MiB", dram=512 * BLOCK)
+    """Rows 1, 5, 27: the tier was promised more than others leave it."""
+    given: dict[str, Any] = {"ssd": 1_900_000, "dram": 512 * BLOCK}
+    store = opened(small_disk / "s", **given)
+    (small_disk / "of somebody else").write_bytes(bytes(900_000))
     stored = {}
     start = time.monotonic()
     for number in range(160):
@@ -104,9 +106,9 @@ def test_a_full_disk_skips_stores_in_bounded_time_and_serves_what_it_has(
         report = ssd.verify()
     assert report.is_good
     assert report.is_exact
-    again = opened(small_disk / "s", ssd="8MiB", dram=512 * BLOCK)
+    again = opened(small_disk / "s", **given)
     there = sum(right(again, chain(f"d{number}", LENGTH)) for number in range(160))
-    assert there == report.blocks > 100
+    assert there == report.blocks > 40
 
 
 def test_a_disk_that_turns_read_only_serves_on_and_stores_in_memory(
