@@ -252,7 +252,8 @@ def test_nodes_of_a_list_find_each_other_and_what_they_hold(pool: Pool) -> None:
     wait_until(b.knows(a, "a"))
     keys = b.handler.hold("k", length=5000)
     views = [memoryview(bytearray(5000))]
-    assert None not in a.network.peers.fetch("b", keys, views, soon())
+    # A node that was slow a moment ago is left alone for a moment: a miss, but not for long.
+    wait_until(lambda: None not in a.network.peers.fetch("b", keys, views, soon()))
     assert bytes(views[0]) == content(keys[0], 5000)
 
 
@@ -281,7 +282,10 @@ def test_a_partition_heals_and_both_know_again_what_the_other_holds(pool: Pool) 
     wait_until(b.sees("a", "b"))
     wait_until(b.knows(a, "a"))
     wait_until(a.knows(b, "b"))
-    assert a.log == [("joined", "b", 1), ("left", "b"), ("joined", "b", 1)]
+    # A machine busy for longer than three heartbeats may part them once more.
+    times = len(a.log) // 2
+    assert times >= 1
+    assert a.log == [("joined", "b", 1), ("left", "b")] * times + [("joined", "b", 1)]
 
 
 def test_a_partition_too_short_for_death_loses_no_announcement(pool: Pool) -> None:
