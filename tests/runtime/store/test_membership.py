@@ -240,6 +240,8 @@ def pair(pool: Pool, **more: object) -> tuple[Node, Node, Proxy, Proxy]:
     to_b.target = b.network.server.port
     wait_until(a.sees("a", "b"))
     wait_until(b.sees("a", "b"))
+    # The view is there a moment before its callbacks have been told.
+    wait_until(lambda: ("joined", "b", 1) in a.log and ("joined", "a", 1) in b.log)
     return a, b, to_a, to_b
 
 
@@ -282,6 +284,7 @@ def test_a_partition_heals_and_both_know_again_what_the_other_holds(pool: Pool) 
     wait_until(b.sees("a", "b"))
     wait_until(b.knows(a, "a"))
     wait_until(a.knows(b, "b"))
+    wait_until(lambda: a.log[-1] == ("joined", "b", 1))
     # A machine busy for longer than three heartbeats may part them once more.
     times = len(a.log) // 2
     assert times >= 1
