@@ -53,6 +53,7 @@ class Areas:
         self._quotas = dict(settings.quota_bytes)
         self._areas: dict[tuple[Key | None, str], Area] = {}
         self._used_bytes = 0
+        self.withheld_bytes = 0  # serve nobody for the time being
         share = round(settings.replica_share * shared)
         if self._rule == "static":
             self._add((EVERYBODY, "owned"), make_policy, shared - share, shared - share)
@@ -119,7 +120,7 @@ class Areas:
         if area.used_bytes + size_bytes > area.limit_bytes:
             key = area.policy.evict(pinned, now=now)
             return None if key is None else (area, key)
-        if self.used_bytes + size_bytes <= self.capacity_bytes:
+        if self.used_bytes + size_bytes <= self.capacity_bytes - self.withheld_bytes:
             raise LookupError("there is room")
         may_give = [a for a in self._growing if a is not area and a.used_bytes > a.entitled_bytes]
         may_give.append(area)
@@ -134,5 +135,5 @@ class Areas:
         """Whether that much more fits into the area without giving anything up."""
         return (
             area.used_bytes + size_bytes <= area.limit_bytes
-            and self.used_bytes + size_bytes <= self.capacity_bytes
+            and self.used_bytes + size_bytes <= self.capacity_bytes - self.withheld_bytes
         )

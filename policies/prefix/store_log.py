@@ -85,6 +85,11 @@ class LoggedStore(StorePolicy):
         super().flush_failed(keys, now=now)
         self._record("flush_failed", None, now, lambda: self._chain(keys))
 
+    def withhold(self, size_bytes: int, *, now: float) -> None:
+        """As ``StorePolicy.withhold``."""
+        super().withhold(size_bytes, now=now)
+        self._record("withhold", None, now, lambda: {"size_bytes": size_bytes})
+
     def lost(self, key: Key, tier: Tier, *, now: float) -> None:
         """As ``StorePolicy.lost``."""
         super().lost(key, tier, now=now)
@@ -196,6 +201,8 @@ class ReplayedStore:
                 return policy.flushed(args["keys"], now=now)
             case "flush_failed":
                 return policy.flush_failed(args["keys"], now=now)
+            case "withhold":
+                return policy.withhold(args["size_bytes"], now=now)
             case "lost":
                 return policy.lost(args["keys"][0], args["tier"], now=now)
             case "set_elsewhere":

@@ -298,6 +298,13 @@ class StorePolicy:
             Block(block.key, block.parent, block.depth, block.size_bytes, price_s), now=now
         )
 
+    def withhold(self, size_bytes: int, *, now: float) -> None:
+        """So much of the memory serves nobody until told otherwise (late writers may write there).
+
+        Blocks that are held stay; room for new ones is found within the rest.
+        """
+        self._areas.withheld_bytes = size_bytes
+
     # --- other events ----------------------------------------------------------------------
 
     def lost(self, key: Key, tier: Tier, *, now: float) -> None:

@@ -57,6 +57,7 @@ class NodeMemory:
         self._on_gone = on_gone
         self._rooms: dict[bytes, Room] = {}
         self._left_slots: list[int] = []
+        self._num_withheld = 0
 
     def get(self, key: bytes) -> Room | None:
         """Where a committed block is; None if it is not in memory."""
@@ -150,7 +151,9 @@ class NodeMemory:
 
     def withdraw(self, rooms: Sequence[Room], *, now: float) -> None:
         """Blocks will not come, but their slots may still be written to: see ``give_back``."""
-        self._policy.cancel([room.info.key for room in rooms if room.is_kept], now=now)
+        kept = [room.info.key for room in rooms if room.is_kept]
+        self._policy.cancel(kept, now=now)
+        self._withhold(len(kept), now)
 
     def lend(self, rooms: Iterable[Room]) -> None:
         """A client is to write to these slots; also the next server is to know."""
@@ -162,17 +165,25 @@ class NodeMemory:
         """Slots that clients of an earlier server may still be writing to."""
         return len(self._left_slots)
 
-    def give_back_left(self) -> None:
+    def give_back_left(self, *, now: float) -> None:
         """The clients of the earlier server are done by now."""
         slots, self._left_slots = self._left_slots, []
+        self._withhold(-len(slots), now)
         for slot in slots:
             self.arena.table.renew(slot)
         self._allocator.give_back(slots)
 
-    def give_back(self, rooms: Iterable[Room]) -> None:
+    def give_back(self, rooms: Sequence[Room], *, now: float) -> None:
         """Nobody writes to these withdrawn slots any more."""
+        self._withhold(-sum(room.is_kept for room in rooms), now)
         for room in rooms:
             self._free(room)
+
+    def _withhold(self, more_slots: int, now: float) -> None:
+        """The policy is not to count on slots that late writers may still write to."""
+        self._num_withheld += more_slots
+        if more_slots:
+            self._policy.withhold(self._num_withheld * self.arena.slot_bytes, now=now)
 
     def forget(self, key: bytes, *, now: float) -> None:
         """A block turned out broken; unknown keys are ignored."""
@@ -222,6 +233,7 @@ class NodeMemory:
             elif slot not in kept:
                 self.arena.table.renew(slot)
         self._allocator.take_these(self._left_slots)
+        self._withhold(len(self._left_slots), now)
         return rooms
 
 

@@ -295,7 +295,7 @@ class Writer:
             state.counters.add("reservations_expired", len(over))
             state.counters.add("leases_expired", state.leases.expire(now))
             if state.memory.num_left_slots and now >= state.config.reservation_s:
-                state.memory.give_back_left()
+                state.memory.give_back_left(now=now)
 
     def _cancel(self, reservation: Reservation) -> None:
         del self._open[reservation.reservation_id]
@@ -306,7 +306,7 @@ class Writer:
         reservation = self._overdue.get(reservation_id)
         if reservation is not None and reservation.holder == holder:
             del self._overdue[reservation_id]
-            self._state.memory.give_back(reservation.rooms)
+            self._state.memory.give_back(reservation.rooms, now=self._state.now())
 
     @property
     def num_overdue_blocks(self) -> int:

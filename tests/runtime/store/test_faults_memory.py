@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import threading
 import time
 from collections.abc import Callable, Iterator
@@ -408,3 +409,22 @@ def test_two_writers_of_one_chain_store_it_once_and_whole(opened: Open) -> None:
     for keys in chains:
         assert right(store, keys) == 5
     settled(store)
+
+
+def test_slots_of_late_writers_leave_room_for_others(opened: Open) -> None:
+    """More slots in the hands of late writers than are kept for passing blocks."""
+    store = opened(dram=32 * BLOCK, reservation_s=0.05)
+    with contextlib.ExitStack() as stack:
+        for number in range(4):
+            stack.enter_context(store.reserve(chain(f"late {number}", 2), [BLOCK] * 2))
+        time.sleep(0.1)
+        for number in range(20):
+            keys = chain(f"on time {number}", 4)
+            put = store.put(keys, blocks(keys))
+            assert (put.stored, put.reason) == (4, ""), number
+            with store.load(keys) as found:
+                assert [bytes(view) for view in found.views] == blocks(keys)
+        assert store.stats()["gauges"]["overdue_slots"] == 8
+    gauges = store.stats()["gauges"]
+    assert gauges["overdue_slots"] == 0
+    assert gauges["free_slots"] + gauges["memory_blocks"] == gauges["slots"]
