@@ -10,7 +10,9 @@ from runtime.store.blocks import BlockInfo, checksum
 from runtime.store.errors import StoreError, StoreUnavailableError
 from runtime.store.link import Offered, StoreLink
 
-PIECE_BYTES = 256 << 10
+# Large enough for the C library to copy past the cache, which is almost twice as fast; pieces that
+# fit the cache are checked faster, but lose more than that in copying.
+PIECE_BYTES = 2 << 20
 
 
 class Found:
@@ -60,7 +62,7 @@ class Found:
     def copy_into(self, destinations: Sequence[bytes | bytearray | memoryview]) -> int:
         """Copy the blocks; how many leading copies are whole and right.
 
-        Each copy is checked while it is in the processor's cache, so checking costs little.
+        Each copy is checked, not the original: what was reported right is what the caller has.
 
         Raises:
             ValueError: If a buffer is too short for its block.
