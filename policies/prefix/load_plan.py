@@ -94,6 +94,7 @@ def plan_load(
     costs: PrefixCosts | None,
     live: Container[str] | None = None,
     load_of: Mapping[str, float] | None = None,
+    first: int = 0,
 ) -> LoadPlan:
     """Plan the load of a prompt's blocks to one node.
 
@@ -110,6 +111,7 @@ def plan_load(
         live: Nodes to ask; None for all. The loading node itself is always one.
         load_of: By node, seconds until it starts on a new request; 0 where absent. Without costs
             the less loaded of several nodes is asked.
+        first: Position of the first of these keys in its chain; what stands before it is there.
     """
     queue_s = load_of or {}
     ways = list(_ways(keys, directory, local, live))
@@ -118,7 +120,7 @@ def plan_load(
             w[0] if len(w) == 1 else min(w, key=lambda way: _preference(way, queue_s)) for w in ways
         ]
         return _plan(ways, chosen, math.nan, math.nan)
-    recompute = [costs.recompute_s(depth) for depth in range(len(ways))]
+    recompute = [costs.recompute_s(first + depth) for depth in range(len(ways))]
     rest_s = list(accumulate(reversed(recompute), initial=0.0))[::-1]
     best_s, chosen = math.inf, list[Way]()
     for candidates in _narrowings(ways):

@@ -71,9 +71,18 @@ def _planned_copies(
 
 
 def worth_loading(state: NodeState, keys: Sequence[bytes], costs: PrefixCosts) -> LoadPlan:
-    """Which leading blocks to load, and from where; under the node's lock."""
+    """Which leading blocks to load, and from where; under the node's lock.
+
+    The keys may begin in the middle of their chain: an engine loads what it does not hold.
+    """
+    held = state.directory.held(keys[0]) if keys else None
     return plan_load(
-        keys, state.directory, local=state.config.node, costs=costs, live=state.weights
+        keys,
+        state.directory,
+        local=state.config.node,
+        costs=costs,
+        live=state.weights,
+        first=0 if held is None else held.depth,
     )
 
 
@@ -108,7 +117,7 @@ def _source(
         parent=keys[depth - 1] if depth else b"",
         region=held.region if isinstance(held.region, bytes) else key,
         index=held.index,
-        depth=depth,
+        depth=held.depth,
         length=held.length,
         crc=0,
         tenant=tenant,

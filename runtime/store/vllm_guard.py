@@ -58,12 +58,14 @@ class GuardedStore:
         return 0
 
     @contextmanager
-    def load(self, keys: Sequence[bytes], deadline_s: float) -> Iterator[Found | None]:
+    def load(
+        self, keys: Sequence[bytes], deadline_s: float, *, tenant: bytes
+    ) -> Iterator[Found | None]:
         """The leading stored blocks, held inside the context; None if the store cannot tell."""
         found: Found | None = None
         with self._call("load") as store:
             if store is not None:
-                found = store.load(keys, deadline_s=deadline_s)
+                found = store.load(keys, deadline_s=deadline_s, tenant=tenant)
         try:
             yield found
         finally:

@@ -86,6 +86,7 @@ class BlockLoad:
         pages: Of each block.
         deadline: Of the whole load.
         writer: Writes blocks.
+        tenant: Tag of the tenant that reads.
     """
 
     def __init__(
@@ -94,7 +95,9 @@ class BlockLoad:
         pages: Sequence[Pages],
         deadline: Deadline,
         writer: BlockWriter,
+        tenant: bytes = b"",
     ) -> None:
+        self._tenant = tenant
         self.pages = pages
         self._keys = keys
         self._deadline = deadline
@@ -110,7 +113,8 @@ class BlockLoad:
         if self._is_given_up or self._deadline.is_over or len(self._keys) < len(self.pages):
             return
         step = self._writer.chunk_blocks
-        with store.load(self._keys, self._deadline.left_s()) as found:
+        left_s = self._deadline.left_s()
+        with store.load(self._keys, left_s, tenant=self._tenant) as found:
             if found is None:
                 return
             views = found.views

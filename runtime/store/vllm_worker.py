@@ -155,7 +155,8 @@ class StoreWorker:
     def _start_load(self, order: LoadOrder, writer: BlockWriter) -> None:
         request = self._requests.get(order.request_id, _Request())
         keys = tuple(request.keys[order.first : order.first + len(order.pages)])
-        load = BlockLoad(keys, order.pages, Deadline.after(self._settings.deadline_s), writer)
+        deadline = Deadline.after(self._settings.deadline_s)
+        load = BlockLoad(keys, order.pages, deadline, writer, request.tenant)
         self._loads[order.request_id] = load
         self._counts.add("loads")
         self._loader.submit(self._run_load, load).add_done_callback(self._note_fault)

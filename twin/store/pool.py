@@ -26,21 +26,6 @@ from traces.decisions import DecisionLog
 INCARNATION = 1
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class CostsBehind(PrefixCosts):
-    """Costs of the blocks behind some that a GPU holds already.
-
-    Attributes:
-        skipped: How many those are.
-    """
-
-    skipped: int
-
-    def recompute_s(self, depth: int) -> float:
-        """Seconds to compute the block that many blocks behind them."""
-        return PrefixCosts.recompute_s(self, self.skipped + depth)
-
-
 @dataclass(frozen=True, slots=True)
 class Room:
     """Blocks of one chain that have room at a node and wait for their bytes.
@@ -120,11 +105,8 @@ class StorePool:
 
     def plan(self, node: str, chain: Sequence[Key], own: int = 0) -> LoadPlan:
         """From where a node would bring the blocks of a chain behind the first ``own``."""
-        costs = None
-        if self.may_recompute:
-            fields = {name: getattr(self.costs, name) for name in PrefixCosts.__slots__}
-            costs = CostsBehind(**fields, skipped=own)
-        return plan_load(chain[own:], self.directory, local=node, costs=costs)
+        costs = self.costs if self.may_recompute else None
+        return plan_load(chain[own:], self.directory, local=node, costs=costs, first=own)
 
     def read(
         self, nodes: Sequence[str], chain: Sequence[Key], *, now: float, category: int = 0

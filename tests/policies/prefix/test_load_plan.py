@@ -343,3 +343,34 @@ def test_a_put_counts_only_live_copies_and_stores_again_what_lies_behind_a_hole(
     assert plan_put([], directory, **told, live=[]) == (0, None, (), 0)
     with pytest.raises(ValueError, match="block_bytes must be >= 1, found 0"):
         plan_put(range(3), directory, **{**told, "block_bytes": 0})
+
+
+def test_the_end_of_a_chain_is_as_dear_to_compute_alone_as_within_its_chain() -> None:
+    """A load may begin behind blocks that the engine holds: attention over them costs the same."""
+    slow = PrefixCosts(
+        prefill=PrefillCost(
+            parameters=7.24e9,
+            layers=32,
+            heads=32,
+            head_dim=128,
+            weight_bytes=14.5e9,
+            flops_per_s=312e12,
+            mfu=0.5,
+            memory_bytes_per_s=1.555e12,
+        ),
+        block_tokens=64,
+        local=TierSpeed(bytes_per_s=14e9),
+        remote=TierSpeed(bytes_per_s=12e9),
+        ssd=TierSpeed(bytes_per_s=3e9),
+    )
+    keys = [bytes([i]) * 32 for i in range(200)]
+    directory = Directory()
+    for depth, key in enumerate(keys):
+        held = Held(keys[0], depth, depth, 8 << 20)
+        directory.add("far", 1, key, held, tier="memory", is_owned=True)
+    whole = plan_load(keys, directory, local="here", costs=slow)
+    behind = plan_load(keys[150:], directory, local="here", costs=slow, first=150)
+    before = plan_load(keys[:150], directory, local="here", costs=slow)
+    assert behind.recompute_s == pytest.approx(whole.recompute_s - before.recompute_s)
+    alone = plan_load(keys[150:], directory, local="here", costs=slow)
+    assert alone.recompute_s < behind.recompute_s
