@@ -26,7 +26,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from models.prefix_costs import PrefillCost
+from models.prefix_costs import MISTRAL_7B_ON_A100
 from models.streams import stream
 from policies.catalog import EVICTION
 from policies.prefix.bound import bound_hits
@@ -51,16 +51,6 @@ TRACES = {
     "coding agents 1": "agentic-coding/traces-01.jsonl.gz",
     "coding agents 2": "agentic-coding/traces-02.jsonl.gz",
 }
-PREFILL = PrefillCost(
-    parameters=7.24e9,
-    layers=32,
-    heads=32,
-    head_dim=128,
-    weight_bytes=14.48e9,
-    flops_per_s=312e12,
-    mfu=0.5,
-    memory_bytes_per_s=1.6e12,
-)
 
 
 @dataclass(frozen=True, slots=True)
@@ -74,7 +64,7 @@ class Costs:
     def of(cls, workload: PrefixWorkload) -> Costs:
         size = workload.block_tokens
         longest = max(len(r.prompt) + len(r.generated) for r in workload.requests)
-        of_depth = [PREFILL.compute_s(size, depth * size) for depth in range(longest)]
+        of_depth = [MISTRAL_7B_ON_A100.compute_s(size, depth * size) for depth in range(longest)]
         leading = [0.0]
         for seconds in of_depth:
             leading.append(leading[-1] + seconds)

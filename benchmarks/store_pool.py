@@ -20,7 +20,7 @@ from pathlib import Path
 
 import numpy as np
 
-from models.prefix_costs import PrefillCost, PrefixCosts, TierSpeed
+from models.prefix_costs import MISTRAL_7B_ON_A100, PrefixCosts, TierSpeed
 from models.streams import stream
 from traces.prefix_workloads import PrefixRequest, prefix_workload
 from traces.whole_file import write_whole
@@ -45,16 +45,7 @@ RESULTS = Path(__file__).parent / "results" / "store_pool.json"
 
 def costs(network_bytes_per_s: float) -> PrefixCosts:
     return PrefixCosts(
-        prefill=PrefillCost(
-            parameters=7.24e9,
-            layers=32,
-            heads=32,
-            head_dim=128,
-            weight_bytes=14.48e9,
-            flops_per_s=312e12,
-            mfu=0.5,
-            memory_bytes_per_s=1.555e12,
-        ),
+        prefill=MISTRAL_7B_ON_A100,
         block_tokens=BLOCK_TOKENS,
         local=TierSpeed(bytes_per_s=20e9),
         remote=TierSpeed(bytes_per_s=network_bytes_per_s, request_s=60e-6),

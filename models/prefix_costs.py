@@ -65,6 +65,19 @@ class PrefillCost:
         return flops / (self.mfu * self.flops_per_s)
 
 
+# The model and device of the published experiments: BF16 weights, half of the peak in prefill.
+MISTRAL_7B_ON_A100 = PrefillCost(
+    parameters=7.24e9,
+    layers=32,
+    heads=32,
+    head_dim=128,
+    weight_bytes=14.48e9,
+    flops_per_s=312e12,
+    mfu=0.5,
+    memory_bytes_per_s=1.555e12,
+)
+
+
 @dataclass(frozen=True, slots=True, kw_only=True)
 class TierSpeed:
     """How fast blocks come from one kind of place.

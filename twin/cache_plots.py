@@ -2,13 +2,13 @@
 
 from __future__ import annotations
 
-import io
 from collections.abc import Mapping, Sequence
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
     from matplotlib.axes import Axes
     from matplotlib.figure import Figure
+from twin.figures import bare, png
 
 Summary = Mapping[str, Any]
 
@@ -28,8 +28,8 @@ LABELS_IN_A_ROW = 40  # characters
 def draw_cache(summary: Summary) -> dict[str, bytes]:
     """File name -> PNG."""
     return {
-        "hits.png": _png(curves_figure(summary, "block_hit_share", "share of prompt blocks hit")),
-        "saved.png": _png(curves_figure(summary, "saved_share", "share of prefill seconds saved")),
+        "hits.png": png(curves_figure(summary, "block_hit_share", "share of prompt blocks hit")),
+        "saved.png": png(curves_figure(summary, "saved_share", "share of prefill seconds saved")),
     }
 
 
@@ -168,12 +168,4 @@ def _bare(axes: Axes, summary: Summary) -> None:
         axes.tick_params(axis="x", labelrotation=35, labelsize=8)
     axes.minorticks_off()
     axes.set_xlabel("cache size (log scale of its share of the different blocks)")
-    axes.grid(alpha=0.25)
-    for side in ("top", "right"):
-        axes.spines[side].set_visible(False)
-
-
-def _png(figure: Figure) -> bytes:
-    buffer = io.BytesIO()
-    figure.savefig(buffer, format="png", metadata={"Software": None})
-    return buffer.getvalue()
+    bare(axes)

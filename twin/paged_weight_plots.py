@@ -2,13 +2,13 @@
 
 from __future__ import annotations
 
-import io
 from collections.abc import Callable, Mapping, Sequence
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
     from matplotlib.axes import Axes
     from matplotlib.figure import Figure
+from twin.figures import bare, png
 
 GIGA = 1e9
 WEIGHTS, KV, FREE, BITS = "#1f4e8c", "#e0a030", "#e9edf0", "#c0392b"
@@ -19,9 +19,9 @@ def draw_paged_weight(summary: Mapping[str, Any]) -> dict[str, bytes]:
     """File name -> PNG of every picture the summary has numbers for."""
     pictures = {}
     if summary["series"]:
-        pictures["arena.png"] = _png(arena_figure(summary))
+        pictures["arena.png"] = png(arena_figure(summary))
     if sum(row["fits"] and bool(row["latency"]["ttft_s"]) for row in summary["policies"]) > 1:
-        pictures["frontier.png"] = _png(frontier_figure(summary))
+        pictures["frontier.png"] = png(frontier_figure(summary))
     return pictures
 
 
@@ -65,7 +65,7 @@ def arena_figure(summary: Mapping[str, Any]) -> Figure:
     queue.legend(loc="upper left", bbox_to_anchor=(1.0, 1.0), frameon=False, fontsize=9)
     for axes in (arena, bits, queue):
         axes.set_xlim(0, max(time[-1], 1e-9))
-        _bare(axes)
+        bare(axes)
     return figure
 
 
@@ -136,16 +136,4 @@ def _panel(
         )
     axes.set_yscale("log")
     axes.margins(x=0.12)
-    _bare(axes)
-
-
-def _bare(axes: Axes) -> None:
-    axes.grid(alpha=0.25)
-    for side in ("top", "right"):
-        axes.spines[side].set_visible(False)
-
-
-def _png(figure: Figure) -> bytes:
-    buffer = io.BytesIO()
-    figure.savefig(buffer, format="png", metadata={"Software": None})
-    return buffer.getvalue()
+    bare(axes)

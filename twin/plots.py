@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import io
 from collections.abc import Mapping, Sequence
 from typing import TYPE_CHECKING, Any
 
@@ -12,6 +11,7 @@ from numpy.typing import NDArray
 if TYPE_CHECKING:
     from matplotlib.axes import Axes
     from matplotlib.figure import Figure
+from twin.figures import png
 
 LEVEL_STYLE = {
     "mean_field": ("mean field", "#9aa5b1", (0, (4, 2))),
@@ -26,14 +26,14 @@ ATTENTION, FFN = "#1f4e8c", "#b5651d"
 def draw_all(summary: Mapping[str, Any]) -> dict[str, bytes]:
     """File name -> PNG of every picture the summary has numbers for."""
     pictures = {
-        "throughput.png": _png(throughput_figure(summary)),
-        "idle.png": _png(idle_figure(summary)),
-        "barrier.png": _png(barrier_figure(summary)),
+        "throughput.png": png(throughput_figure(summary)),
+        "idle.png": png(idle_figure(summary)),
+        "barrier.png": png(barrier_figure(summary)),
     }
     if summary.get("load_distribution"):
-        pictures["load.png"] = _png(load_figure(summary))
+        pictures["load.png"] = png(load_figure(summary))
     if summary.get("open_loop") and summary["open_loop"]["latency"]["ttft_s"]:
-        pictures["latency.png"] = _png(latency_figure(summary))
+        pictures["latency.png"] = png(latency_figure(summary))
     return pictures
 
 
@@ -49,12 +49,6 @@ def _new(title: str, x: str, y: str) -> tuple[Figure, Axes]:
     for side in ("top", "right"):
         axes.spines[side].set_visible(False)
     return figure, axes
-
-
-def _png(figure: Figure) -> bytes:
-    buffer = io.BytesIO()
-    figure.savefig(buffer, format="png", metadata={"Software": None})
-    return buffer.getvalue()
 
 
 def _points(summary: Mapping[str, Any]) -> list[Mapping[str, Any]]:
@@ -296,7 +290,7 @@ def sweep_picture(rows: Sequence[Mapping[str, Any]], keys: Sequence[str]) -> byt
     axes.set_ylim(bottom=0)
     if axes.get_legend_handles_labels()[0]:
         axes.legend(frameon=False, fontsize=9)
-    return _png(figure)
+    return png(figure)
 
 
 def _number(text: Any) -> float | None:

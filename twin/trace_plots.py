@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import io
 from typing import TYPE_CHECKING
 
 import numpy as np
@@ -13,6 +12,7 @@ from traces.request import Trace
 if TYPE_CHECKING:
     from matplotlib.axes import Axes
     from matplotlib.figure import Figure
+from twin.figures import png
 
 PROMPT, OUTPUT, NEUTRAL = "#1f4e8c", "#b5651d", "#4a5560"
 SHORTEST_SHOWN_S = 1e-4
@@ -24,13 +24,13 @@ _ROUND_WINDOWS_S = (0.1, 0.5, 1, 5, 10, 30, 60, 300, 600, 1800, 3600, 21600, 864
 def draw_trace(trace: Trace) -> dict[str, bytes]:
     """File name -> PNG of every picture the trace has data for."""
     pictures = {
-        "lengths.png": _png(lengths_figure(trace)),
-        "joint.png": _png(joint_figure(trace)),
+        "lengths.png": png(lengths_figure(trace)),
+        "joint.png": png(joint_figure(trace)),
     }
     if trace.arrival_s is not None and trace.duration_s > 0.0:
-        pictures["arrivals.png"] = _png(arrivals_figure(trace))
+        pictures["arrivals.png"] = png(arrivals_figure(trace))
     if _latencies(trace):
-        pictures["latencies.png"] = _png(latencies_figure(trace))
+        pictures["latencies.png"] = png(latencies_figure(trace))
     return pictures
 
 
@@ -256,9 +256,3 @@ def _new(
         for side in ("top", "right"):
             axes.spines[side].set_visible(False)
     return figure, panels
-
-
-def _png(figure: Figure) -> bytes:
-    buffer = io.BytesIO()
-    figure.savefig(buffer, format="png", metadata={"Software": None})
-    return buffer.getvalue()

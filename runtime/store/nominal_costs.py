@@ -7,7 +7,7 @@ NVMe drive.
 
 from __future__ import annotations
 
-from models.prefix_costs import PrefillCost, PrefixCosts, TierSpeed
+from models.prefix_costs import MISTRAL_7B_ON_A100, PrefixCosts, TierSpeed
 
 MISTRAL_7B_BYTES_PER_TOKEN = 131_072
 
@@ -15,16 +15,7 @@ MISTRAL_7B_BYTES_PER_TOKEN = 131_072
 def nominal_costs(block_bytes: int) -> PrefixCosts:
     """Costs of a block of that many bytes of keys and values."""
     return PrefixCosts(
-        prefill=PrefillCost(
-            parameters=7.24e9,
-            layers=32,
-            heads=32,
-            head_dim=128,
-            weight_bytes=14.48e9,
-            flops_per_s=312e12,
-            mfu=0.5,
-            memory_bytes_per_s=1.555e12,
-        ),
+        prefill=MISTRAL_7B_ON_A100,
         block_tokens=max(1, round(block_bytes / MISTRAL_7B_BYTES_PER_TOKEN)),
         local=TierSpeed(bytes_per_s=14e9),
         remote=TierSpeed(bytes_per_s=12e9, request_s=60e-6),

@@ -8,7 +8,7 @@ from typing import Any
 
 import pytest
 
-from models.prefix_costs import PrefillCost
+from models.prefix_costs import MISTRAL_7B_ON_A100
 from policies.catalog import eviction_policy
 from policies.prefix.bound import bound_hits
 from policies.prefix.cache import PrefixCache
@@ -31,16 +31,6 @@ EXACT = {
 }
 CLOSE = {"S3-FIFO": "s3_fifo"}
 TOLERANCE = 0.015  # of the hits
-MISTRAL_7B = PrefillCost(
-    parameters=7.24e9,
-    layers=32,
-    heads=32,
-    head_dim=128,
-    weight_bytes=14.48e9,
-    flops_per_s=312e12,
-    mfu=0.5,
-    memory_bytes_per_s=2e12,
-)
 
 every_case = pytest.mark.parametrize(
     ("case", "blocks"),
@@ -50,7 +40,7 @@ every_case = pytest.mark.parametrize(
 
 
 def recompute_s(block_tokens: int) -> Callable[[int], float]:
-    return lambda depth: MISTRAL_7B.compute_s(block_tokens, depth * block_tokens)
+    return lambda depth: MISTRAL_7B_ON_A100.compute_s(block_tokens, depth * block_tokens)
 
 
 def hits_of(name: str, case: dict[str, Any], blocks: int) -> list[int]:

@@ -13,7 +13,7 @@ from pathlib import Path
 
 import pytest
 
-from models.prefix_costs import PrefillCost, PrefixCosts, TierSpeed
+from models.prefix_costs import MISTRAL_7B_ON_A100, PrefixCosts, TierSpeed
 from models.streams import stream
 from traces.prefix_workloads import PrefixRequest, docqa
 from twin.store.pool_cost import PoolCost, PoolRule, pool_cost
@@ -25,16 +25,7 @@ BLOCK_TOKENS, TOKEN_BYTES = 64, 131_072
 COPY_BYTES_PER_S, NETWORK_BYTES_PER_S, SSD_BYTES_PER_S, RPC_S = 20e9, 12e9, 3e9, 60e-6
 
 COSTS = PrefixCosts(
-    prefill=PrefillCost(
-        parameters=7.24e9,
-        layers=32,
-        heads=32,
-        head_dim=128,
-        weight_bytes=14.48e9,
-        flops_per_s=312e12,
-        mfu=0.5,
-        memory_bytes_per_s=1.555e12,
-    ),
+    prefill=MISTRAL_7B_ON_A100,
     block_tokens=BLOCK_TOKENS,
     local=TierSpeed(bytes_per_s=COPY_BYTES_PER_S),
     remote=TierSpeed(bytes_per_s=NETWORK_BYTES_PER_S, request_s=RPC_S),

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import io
 from collections.abc import Mapping, Sequence
 from typing import TYPE_CHECKING, Any
 
@@ -13,6 +12,7 @@ from twin.store.report import GIGA, MILLI, TIER_TITLES
 if TYPE_CHECKING:
     from matplotlib.axes import Axes
     from matplotlib.figure import Figure
+from twin.figures import bare, png
 
 COLORS = {
     "vanilla": "#9aa5b1",
@@ -34,10 +34,10 @@ TIER_COLORS = {
 def draw_prefix(summary: Mapping[str, Any]) -> dict[str, bytes]:
     """File name -> PNG."""
     return {
-        "ttft.png": _png(ttft_figure(summary)),
-        "tiers.png": _png(tier_figure(summary)),
-        "bytes.png": _png(bytes_figure(summary)),
-        "time.png": _png(time_figure(summary)),
+        "ttft.png": png(ttft_figure(summary)),
+        "tiers.png": png(tier_figure(summary)),
+        "bytes.png": png(bytes_figure(summary)),
+        "time.png": png(time_figure(summary)),
     }
 
 
@@ -62,7 +62,7 @@ def _panels(summary: Mapping[str, Any], height: float) -> tuple[Figure, list[Axe
         spare.set_visible(False)
     for panel, stream in zip(axes, streams, strict=False):
         panel.set_title(stream, loc="left", fontsize=10)
-        _bare(panel)
+        bare(panel)
     return figure, axes, streams
 
 
@@ -179,7 +179,7 @@ def time_figure(summary: Mapping[str, Any]) -> Figure:
     queue.set_xlabel("simulated seconds")
     queue.set_ylim(bottom=0)
     for axes in (share, queue):
-        _bare(axes)
+        bare(axes)
     _legend(figure, queue)
     _title(figure, summary, f"over time, {stream}, first replication")
     return figure
@@ -223,15 +223,3 @@ def _title(figure: Figure, summary: Mapping[str, Any], what: str) -> None:
 def _legend(figure: Figure, axes: Axes) -> None:
     handles, labels = axes.get_legend_handles_labels()
     figure.legend(handles, labels, loc="outside lower center", ncols=len(labels), frameon=False)
-
-
-def _bare(axes: Axes) -> None:
-    axes.grid(alpha=0.25)
-    for side in ("top", "right"):
-        axes.spines[side].set_visible(False)
-
-
-def _png(figure: Figure) -> bytes:
-    buffer = io.BytesIO()
-    figure.savefig(buffer, format="png", metadata={"Software": None})
-    return buffer.getvalue()

@@ -8,7 +8,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from models.prefix_costs import PrefillCost, PrefixCosts, TierSpeed
+from models.prefix_costs import MISTRAL_7B_ON_A100, PrefillCost, PrefixCosts, TierSpeed
 from policies.catalog import owner_rule
 from policies.prefix.directory import Directory, Held
 from policies.prefix.load_plan import LoadPlan, Way, plan_load
@@ -348,16 +348,7 @@ def test_a_put_counts_only_live_copies_and_stores_again_what_lies_behind_a_hole(
 def test_the_end_of_a_chain_is_as_dear_to_compute_alone_as_within_its_chain() -> None:
     """A load may begin behind blocks that the engine holds: attention over them costs the same."""
     slow = PrefixCosts(
-        prefill=PrefillCost(
-            parameters=7.24e9,
-            layers=32,
-            heads=32,
-            head_dim=128,
-            weight_bytes=14.5e9,
-            flops_per_s=312e12,
-            mfu=0.5,
-            memory_bytes_per_s=1.555e12,
-        ),
+        prefill=MISTRAL_7B_ON_A100,
         block_tokens=64,
         local=TierSpeed(bytes_per_s=14e9),
         remote=TierSpeed(bytes_per_s=12e9),

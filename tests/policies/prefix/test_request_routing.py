@@ -7,21 +7,11 @@ from typing import Any
 import numpy as np
 import pytest
 
-from models.prefix_costs import PrefillCost, PrefixCosts, TierSpeed
+from models.prefix_costs import MISTRAL_7B_ON_A100, PrefixCosts, TierSpeed
 from policies.prefix.request_routing import RequestRouting, ServerState
 
-PREFILL = PrefillCost(
-    parameters=7.24e9,
-    layers=32,
-    heads=32,
-    head_dim=128,
-    weight_bytes=14.5e9,
-    flops_per_s=312e12,
-    mfu=0.5,
-    memory_bytes_per_s=1.555e12,
-)
 COSTS = PrefixCosts(
-    prefill=PREFILL,
+    prefill=MISTRAL_7B_ON_A100,
     block_tokens=64,
     local=TierSpeed(bytes_per_s=14e9),
     remote=TierSpeed(bytes_per_s=3e9, request_s=60e-6),
@@ -32,7 +22,7 @@ NOTHING = ServerState(0, 0, 0)
 
 def routing(rule: Any, servers: int = 4) -> RequestRouting:
     return RequestRouting(
-        rule, num_servers=servers, prefill=PREFILL, costs=COSTS, block_bytes=8 << 20
+        rule, num_servers=servers, prefill=MISTRAL_7B_ON_A100, costs=COSTS, block_bytes=8 << 20
     )
 
 

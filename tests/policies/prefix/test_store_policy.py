@@ -9,7 +9,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from models.prefix_costs import PrefillCost, PrefixCosts, TierSpeed
+from models.prefix_costs import MISTRAL_7B_ON_A100, PrefixCosts, TierSpeed
 from policies.catalog import EVICTION
 from policies.prefix.eviction.base import EvictionPolicy, Key
 from policies.prefix.eviction.fifo import Fifo
@@ -20,16 +20,7 @@ from policies.prefix.store_settings import StoreSettings
 from traces.decisions import DecisionLog
 
 COSTS = PrefixCosts(
-    prefill=PrefillCost(
-        parameters=7.24e9,
-        layers=32,
-        heads=32,
-        head_dim=128,
-        weight_bytes=14.5e9,
-        flops_per_s=312e12,
-        mfu=0.5,
-        memory_bytes_per_s=1.555e12,
-    ),
+    prefill=MISTRAL_7B_ON_A100,
     block_tokens=64,
     local=TierSpeed(bytes_per_s=14e9),
     remote=TierSpeed(bytes_per_s=12e9),
