@@ -65,19 +65,6 @@ class PrefillCost:
         return flops / (self.mfu * self.flops_per_s)
 
 
-# The model and device of the published experiments: BF16 weights, half of the peak in prefill.
-MISTRAL_7B_ON_A100 = PrefillCost(
-    parameters=7.24e9,
-    layers=32,
-    heads=32,
-    head_dim=128,
-    weight_bytes=14.48e9,
-    flops_per_s=312e12,
-    mfu=0.5,
-    memory_bytes_per_s=1.555e12,
-)
-
-
 @dataclass(frozen=True, slots=True, kw_only=True)
 class TierSpeed:
     """How fast blocks come from one kind of place.
@@ -152,3 +139,16 @@ def _require_finite(table: PrefillCost | TierSpeed, *, zero_is_allowed: tuple[st
         if not 0.0 <= value < math.inf or (value == 0.0 and field.name not in zero_is_allowed):
             bound = ">= 0" if field.name in zero_is_allowed else "> 0"
             raise ValueError(f"{field.name} must be finite and {bound}, found {value}")
+
+
+# The model and device of the published experiments: BF16 weights, half of the peak in prefill.
+MISTRAL_7B_ON_A100 = PrefillCost(
+    parameters=7.24e9,
+    layers=32,
+    heads=32,
+    head_dim=128,
+    weight_bytes=14.48e9,
+    flops_per_s=312e12,
+    mfu=0.5,
+    memory_bytes_per_s=1.555e12,
+)
