@@ -8,7 +8,6 @@ from typing import Annotated
 
 import typer
 
-from policies.prefix.keys import tenant_tag
 from runtime.store.errors import StoreSetupError
 from runtime.store.sizes import size_bytes
 
@@ -32,6 +31,8 @@ def quotas(file: Path | None) -> dict[bytes, int]:
     Raises:
         StoreSetupError: If the file cannot be read, or a table is not of that form.
     """
+    from policies.prefix.keys import tenant_tag
+
     if file is None:
         return {}
     try:

@@ -114,7 +114,8 @@ def quadratic_program(values: np.ndarray, mass: np.ndarray, cells: int) -> float
     masses = np.concatenate([[0.0], np.cumsum(mass)])
     sums = np.concatenate([[0.0], np.cumsum(mass * centred)])
     squares = np.concatenate([[0.0], np.cumsum(mass * centred**2)])
-    span = np.maximum(masses[None] - masses[:, None], 1e-300)
+    span = masses[None] - masses[:, None]
+    span[np.tril_indices(size + 1)] = 1.0  # no interval: not looked at
     cost = squares[None] - squares[:, None] - (sums[None] - sums[:, None]) ** 2 / span
     cost[np.tril_indices(size + 1, -1)] = np.inf
     best = cost[0]
