@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import os
 import signal
 from collections.abc import Iterator, Sequence
@@ -114,9 +115,32 @@ def _start_forkserver() -> None:
     resource_tracker.ensure_running()  # it unblocks signals when it starts, so not in between
     before = signal.pthread_sigmask(signal.SIG_BLOCK, {signal.SIGINT})
     try:
-        forkserver.ensure_running()
+        with _silenced():
+            forkserver.ensure_running()
     finally:
         signal.pthread_sigmask(signal.SIG_SETMASK, before)
+
+
+@contextlib.contextmanager
+def _silenced() -> Iterator[None]:
+    """Standard error goes nowhere, for processes started meanwhile as well.
+
+    What a worker says when its parent goes while it starts is of no use to anybody; errors of its
+    work come back as exceptions.
+    """
+    try:
+        shown = os.dup(2)
+    except OSError:  # closed: nothing is said anyway
+        yield
+        return
+    nowhere = os.open(os.devnull, os.O_WRONLY)
+    os.dup2(nowhere, 2)
+    try:
+        yield
+    finally:
+        os.dup2(shown, 2)
+        os.close(shown)
+        os.close(nowhere)
 
 
 _given: list[tuple[CacheRequests, BlockCosts]] = []  # of a worker process: what all its cells read

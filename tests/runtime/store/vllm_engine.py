@@ -4,6 +4,7 @@ The keys and values of a token are a checksum of all tokens up to it, so a page 
 should not is seen at once. Freed pages are overwritten at once.
 """
 
+import time
 import zlib
 from dataclasses import dataclass, field
 from types import SimpleNamespace
@@ -140,6 +141,7 @@ class Engine:
             if external is not None:
                 break
             self.step({})
+            time.sleep(0.001)  # an engine's step takes time, which other threads use
         assert external is not None
         assert is_async == (external > 0)
         assert local_tokens + external < len(request.all_token_ids)
@@ -173,6 +175,7 @@ class Engine:
             if answer[0] is not None:
                 return answer
             self.step({})
+            time.sleep(0.001)
         raise AssertionError("the connector never answered")
 
     def _wait_for_load(self, name):
@@ -186,6 +189,7 @@ class Engine:
             if not waiting:
                 self.scheduler.received([name], failed)
                 return failed
+            time.sleep(0.001)
         raise AssertionError("a load never ended")
 
     def compute(self, request, count):
