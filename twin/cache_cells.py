@@ -112,21 +112,22 @@ def _start_forkserver() -> None:
     Ctrl-C in a terminal goes to all processes of the command. It is for this one, which ends the
     others; they must not answer it with a traceback, even while they import.
     """
-    resource_tracker.ensure_running()  # it unblocks signals when it starts, so not in between
-    before = signal.pthread_sigmask(signal.SIG_BLOCK, {signal.SIGINT})
-    try:
-        with _silenced():
+    with _silenced():
+        resource_tracker.ensure_running()  # it unblocks signals when it starts, so not in between
+        before = signal.pthread_sigmask(signal.SIG_BLOCK, {signal.SIGINT})
+        try:
             forkserver.ensure_running()
-    finally:
-        signal.pthread_sigmask(signal.SIG_SETMASK, before)
+        finally:
+            signal.pthread_sigmask(signal.SIG_SETMASK, before)
 
 
 @contextlib.contextmanager
 def _silenced() -> Iterator[None]:
     """Standard error goes nowhere, for processes started meanwhile as well.
 
-    What a worker says when its parent goes while it starts is of no use to anybody; errors of its
-    work come back as exceptions.
+    What helpers of the pool say when their parent goes while they start is of no use to anybody
+    (tracebacks of workers, semaphores that the tracker cleans up); errors of work come back as
+    exceptions.
     """
     try:
         shown = os.dup(2)
