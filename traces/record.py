@@ -7,6 +7,7 @@ import hashlib
 import json
 import os
 import shutil
+import tempfile
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass, field
@@ -63,6 +64,11 @@ def check_writable(path: str | Path) -> None:
         raise RunDirectoryError(f"{target}: cannot be made: {error.strerror}") from error
     if not parent.is_dir() or not os.access(parent, os.W_OK):
         raise RunDirectoryError(f"{target}: cannot be made: {parent} is not a writable directory")
+    try:  # permissions alone do not tell
+        with tempfile.TemporaryDirectory(prefix=".probe-", dir=parent):
+            pass
+    except OSError as error:
+        raise RunDirectoryError(f"{target}: cannot be made: {error.strerror}") from error
 
 
 def write_run(path: str | Path, record: RunRecord) -> None:

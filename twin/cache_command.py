@@ -105,12 +105,16 @@ def cache(
 
     Example: twin cache docqa --policy lru --policy tree_hd --size 5% --size 64GiB
     """
-    from traces.record import next_run_path, write_numbered_run, write_run
+    from traces.record import (
+        check_writable,
+        next_run_path,
+        write_numbered_run,
+        write_run,
+    )
     from twin.cache_curves import CacheQuestion, run_curves
     from twin.cache_files import cache_record
     from twin.cache_sizes import DEFAULT_SIZES
     from twin.progress import progress_bar
-    from twin.run_place import check_place
     from twin.trace_input import read_options
 
     question = CacheQuestion(
@@ -124,7 +128,7 @@ def cache(
         jobs=jobs,
     )
     question.check()
-    check_place(out or next_run_path("results", "cache"))
+    check_writable(out or next_run_path("results", "cache"))
     try:
         workload = _workload(
             trace,

@@ -8,6 +8,7 @@ from collections.abc import Mapping
 from typing import Any
 
 from traces.record import RunRecord
+from twin.run_texts import report_text
 
 COLUMNS = (
     "policy",
@@ -26,7 +27,12 @@ COLUMNS = (
 
 def cache_record(summary: Mapping[str, Any], *, plots: bool) -> RunRecord:
     """The record of a run: summary, curves as a table, report, pictures."""
-    files = {"curves.csv": curves_csv(summary), "report.txt": _report_text(summary)}
+    from twin.cache_tables import print_cache
+
+    files = {
+        "curves.csv": curves_csv(summary),
+        "report.txt": report_text(print_cache, summary),
+    }
     if plots:
         from twin.cache_plots import draw_cache
 
@@ -46,15 +52,4 @@ def curves_csv(summary: Mapping[str, Any]) -> bytes:
         for size, row in zip(summary["sizes"], rows, strict=True):
             place = {key: size[key] for key in ("blocks", "bytes", "share_of_distinct")}
             table.writerow({"policy": name, "size": size["asked"], **place, **row})
-    return buffer.getvalue().encode()
-
-
-def _report_text(summary: Mapping[str, Any]) -> bytes:
-    from rich.console import Console
-
-    from twin.cache_tables import print_cache
-    from twin.report import PLAIN_WIDTH
-
-    buffer = io.StringIO()
-    print_cache(summary, Console(file=buffer, width=PLAIN_WIDTH, highlight=False))
     return buffer.getvalue().encode()

@@ -267,7 +267,12 @@ def run(
     with [prefix]: prompts' beginnings pooled over nodes.
     """
     from models.scenario_file import is_paged_weight, is_prefix, parse_paged_weight, parse_scenario
-    from traces.record import next_run_path, write_numbered_run, write_run
+    from traces.record import (
+        check_writable,
+        next_run_path,
+        write_numbered_run,
+        write_run,
+    )
     from twin.experiment import ExperimentResult, run_experiment
     from twin.paged_weight_experiment import PagedWeightResult, run_paged_weight
     from twin.paged_weight_files import paged_weight_record
@@ -275,7 +280,6 @@ def run(
     from twin.progress import progress_bar
     from twin.report import make_console, print_report
     from twin.run_files import run_record
-    from twin.run_place import check_place
 
     tables = _tables(scenario, trace, settings, seed=seed, skip_bad_rows=skip_bad_rows)
     if is_prefix(tables):
@@ -283,7 +287,7 @@ def run(
         return
     is_paged = is_paged_weight(tables)
     question = (parse_paged_weight if is_paged else parse_scenario)(tables, where=_where(scenario))
-    check_place(out or next_run_path("results", "run"))
+    check_writable(out or next_run_path("results", "run"))
     result: ExperimentResult | PagedWeightResult
     try:
         with progress_bar() as on_progress:
@@ -321,16 +325,20 @@ def _run_prefix(
 ) -> None:
     """A scenario of a pooled prefix cache, from its tables to its directory and report."""
     from models.scenario_file import parse_prefix
-    from traces.record import next_run_path, write_numbered_run, write_run
+    from traces.record import (
+        check_writable,
+        next_run_path,
+        write_numbered_run,
+        write_run,
+    )
     from twin.progress import progress_bar
     from twin.report import make_console
-    from twin.run_place import check_place
     from twin.store.experiment import run_prefix
     from twin.store.files import prefix_record
     from twin.store.report import print_prefix
 
     question = parse_prefix(tables, where=where)
-    check_place(out or next_run_path("results", "run"))
+    check_writable(out or next_run_path("results", "run"))
     try:
         with progress_bar() as on_progress:
             try:

@@ -2,18 +2,19 @@
 
 from __future__ import annotations
 
-import io
-
 from traces.record import RunRecord
 from twin.paged_weight_experiment import PagedWeightResult
+from twin.run_texts import report_text, scenario_text
 
 
 def paged_weight_record(result: PagedWeightResult, *, plots: bool) -> RunRecord:
     """The record of a result: summary, tables, decision log, report, pictures."""
+    from twin.paged_weight_report import print_paged_weight
+
     files = {
         "decisions.jsonl.gz": result.decisions.to_bytes(),
-        "scenario.toml": _scenario_text(result),
-        "report.txt": _report_text(result),
+        "scenario.toml": scenario_text(result.scenario),
+        "report.txt": report_text(print_paged_weight, result.summary),
     }
     if plots:
         from twin.paged_weight_plots import draw_paged_weight
@@ -25,22 +26,3 @@ def paged_weight_record(result: PagedWeightResult, *, plots: bool) -> RunRecord:
         timeseries=result.timeseries or None,
         files=files,
     )
-
-
-def _scenario_text(result: PagedWeightResult) -> bytes:
-    import tomli_w
-
-    from models.scenario_file import scenario_tables, with_absolute_files
-
-    return tomli_w.dumps(with_absolute_files(scenario_tables(result.scenario))).encode()
-
-
-def _report_text(result: PagedWeightResult) -> bytes:
-    from rich.console import Console
-
-    from twin.paged_weight_report import print_paged_weight
-    from twin.report import PLAIN_WIDTH
-
-    buffer = io.StringIO()
-    print_paged_weight(result.summary, Console(file=buffer, width=PLAIN_WIDTH, highlight=False))
-    return buffer.getvalue().encode()

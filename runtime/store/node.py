@@ -96,7 +96,7 @@ class StoreNode:
             )
             self._cleanup.callback(ssd.close)
         settings = StoreSettings(
-            memory_bytes=(num_slots - _passing_slots(num_slots)) * config.block_bytes,
+            memory_bytes=config.policy_memory_bytes,
             ssd_bytes=0 if ssd is None else _ssd_room(ssd, config.block_bytes),
             eviction=config.eviction,
             ssd_eviction=config.ssd_eviction,
@@ -404,11 +404,6 @@ def _segment_bytes(config: StoreConfig) -> int:
 def _ssd_room(ssd: SsdTier, block_bytes: int) -> int:
     """Bytes of blocks that fit, headers and not yet compacted records beside them."""
     return ssd.live_limit_bytes // ssd.record_bytes(block_bytes) * block_bytes
-
-
-def _passing_slots(num_slots: int) -> int:
-    """Slots for blocks that serve one load only."""
-    return min(num_slots // 16, 256)
 
 
 def _lock_folder(folder: Path) -> int:
