@@ -7,7 +7,7 @@ incarnation, and what it said before is forgotten: its memory is empty and old a
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Container, Iterator, Mapping, Sequence
 from typing import Literal, NamedTuple
 
 from policies.prefix.eviction.base import Key
@@ -118,11 +118,17 @@ class Directory:
         self._by_node: dict[str, dict[Key, Place]] = {}
         self._incarnations: dict[str, int] = {}
 
-    def leading(self, keys: Sequence[Key]) -> int:
-        """How many of the first keys are held by anyone."""
-        places = self._places
+    def leading(self, keys: Sequence[Key], live: Container[str] | None = None) -> int:
+        """How many of the first keys are held by any of the live nodes; None: by anyone."""
+        places_of = self._places.get
         for count, key in enumerate(keys):
-            if key not in places:
+            places = places_of(key)
+            if places is None:
+                return count
+            # Nearly always the first one lives, and no further look is needed.
+            if live is None or places[0].node in live:
+                continue
+            if not any(place.node in live for place in places):
                 return count
         return len(keys)
 

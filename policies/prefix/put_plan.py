@@ -62,22 +62,10 @@ def plan_put(
     """
     if block_bytes < 1:
         raise ValueError(f"block_bytes must be >= 1, found {block_bytes}")
-    lcp = leading_live(keys, directory, live)
+    lcp = directory.leading(keys, live)
     if lcp == len(keys):
         return PutPlan(lcp, None, (), 0)
     owners = rule.owners(
         first=keys[lcp], anchor=keys[0], writer=writer, weights=weights, count=count
     )
     return PutPlan(lcp, keys[lcp], owners, (len(keys) - lcp) * block_bytes)
-
-
-def leading_live(
-    keys: Sequence[OwnerKey], directory: Directory, live: Container[str] | None
-) -> int:
-    """How many of the first keys some live node holds; None counts all nodes."""
-    if live is None:
-        return directory.leading(keys)
-    for count, key in enumerate(keys):
-        if not any(copy.node in live for copy in directory.copies(key)):
-            return count
-    return len(keys)

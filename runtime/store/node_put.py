@@ -10,6 +10,7 @@ from typing import Literal
 
 import msgspec
 
+from policies.prefix.put_plan import plan_put
 from runtime.store.blocks import BlockInfo
 from runtime.store.leases import Holder
 from runtime.store.node_memory import Room
@@ -95,11 +96,19 @@ class Writer:
         require_tenant(tenant)
         with state.lock:
             self.expire()
-            known = state.leading(keys)
-            start = max(first, known)
+            plan = plan_put(
+                keys,
+                state.directory,
+                block_bytes=state.memory.arena.slot_bytes,
+                rule=state.owner_rule,
+                writer=state.config.node,
+                weights=state.weights,
+                live=state.weights,
+            )
+            start = max(first, plan.lcp)
             if is_here and state.ssd is None:
                 return self._refused(holder, start, "no_ssd")
-            if first > known:
+            if first > plan.lcp:
                 return self._refused(holder, start, "orphan")
             if start >= len(keys):
                 return self._refused(holder, start, "exists")
@@ -114,10 +123,7 @@ class Writer:
                 is_large = lengths[start - first] > state.memory.arena.slot_bytes
                 return self._refused(holder, start, "size" if is_large else "busy")
             region = keys[start]
-            owners = state.owner_rule.owners(
-                first=region, anchor=keys[0], writer=state.config.node, weights=state.weights
-            )
-            owner = owners[0] if owners and not is_here else state.config.node
+            owner = state.config.node if is_here else plan.owner or state.config.node
             infos = [
                 BlockInfo(
                     key=keys[i],

@@ -142,13 +142,7 @@ class NodeState:
 
     def leading(self, keys: Sequence[bytes]) -> int:
         """How many of the first keys are held by live nodes."""
-        places_of, weights = self.directory.places, self.weights
-        for count, key in enumerate(keys):
-            places = places_of(key)
-            # Nearly always the first one lives, and no further look is needed.
-            if not places or (places[0].node not in weights and not self.is_stored(key)):
-                return count
-        return len(keys)
+        return self.directory.leading(keys, self.weights)
 
     def pin_chain(self, keys: Iterable[bytes]) -> Collection[bytes]:
         """Pinned blocks and a chain: what may not go while room is made for the chain's end."""

@@ -17,6 +17,7 @@ from policies.prefix.directory import Directory, Held
 from policies.prefix.eviction.base import Key
 from policies.prefix.load_plan import LoadPlan, plan_load
 from policies.prefix.owners import OwnerKey, OwnerRule
+from policies.prefix.put_plan import plan_put
 from policies.prefix.store_log import LoggedStore
 from policies.prefix.store_orders import NewBlock, Victim
 from policies.prefix.store_policy import StorePolicy
@@ -137,18 +138,18 @@ class StorePool:
             The leading blocks that have room; None if there is nothing to store, another writer is
             at it, or there is no room.
         """
-        first = self.directory.leading(chain)
-        if first == len(chain):
-            return None
-        region, anchor = chain[first], chain[0]
-        owner = self.owners.owners(
-            first=cast(OwnerKey, region),
-            anchor=cast(OwnerKey, anchor),
+        plan = plan_put(
+            cast(Sequence[OwnerKey], chain),
+            self.directory,
+            block_bytes=self.block_bytes,
+            rule=self.owners,
             writer=writer,
             weights=self._weights,
-        )[0]
-        policy = self.policies[owner]
-        if policy.is_reserved(region):
+        )
+        first, region, owner = plan.lcp, plan.region, plan.owner
+        if region is None or owner is None:
+            return None
+        if self.policies[owner].is_reserved(region):
             self.counts.busy += len(chain) - first
             return None
         new = [i for i in range(first, len(chain)) if chain[i] not in self.directory]
