@@ -23,7 +23,9 @@ FAMILIES: Mapping[str, hf_families.FamilyReader] = {
     "mistral": hf_families.read_mistral,
     "mixtral": hf_families.read_mixtral,
     "olmoe": hf_families.read_olmoe,
+    "qwen2": hf_families.read_qwen2,
     "qwen2_moe": hf_families.read_qwen2_moe,
+    "qwen3": hf_families.read_qwen3,
     "qwen3_moe": hf_families.read_qwen3_moe,
 }
 

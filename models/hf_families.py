@@ -72,6 +72,37 @@ def read_olmoe(fields: ConfigFields, name: str) -> LlmShape:
     return _shape(fields, name, _layers(attention, windows, moe=moe), max_context=4096)
 
 
+def read_qwen2(fields: ConfigFields, name: str) -> LlmShape:
+    """Qwen2: Llama with biases on queries, keys and values; late layers may have a window."""
+    return _read_qwen_dense(
+        fields, name, read_attention(fields, default_kv_heads=32, qkv_bias=True, out_bias=False)
+    )
+
+
+def read_qwen3(fields: ConfigFields, name: str) -> LlmShape:
+    """Qwen3: queries and keys are normed per head; late layers may have a window."""
+    has_bias = fields.flag("attention_bias", False)
+    attention = read_attention(
+        fields, default_kv_heads=32, default_head_dim=128, qkv_bias=has_bias, out_bias=has_bias
+    )
+    attention = dataclasses.replace(
+        attention, query_norm_width=attention.head_dim, key_norm_width=attention.head_dim
+    )
+    return _read_qwen_dense(fields, name, attention)
+
+
+def _read_qwen_dense(fields: ConfigFields, name: str, attention: AttentionShape) -> LlmShape:
+    count = num_layers(fields)
+    windows: list[int | None] = [None] * count
+    if fields.flag("use_sliding_window", False):
+        width = fields.nullable_size("sliding_window", DEFAULT_WINDOW_TOKENS)
+        num_full = fields.size("max_window_layers", default=28, low=0)
+        windows = [width if i >= num_full else None for i in range(count)]
+    mlp = DenseMlpShape(intermediate_size=fields.size("intermediate_size"))
+    layers = _layers(attention, _windows(fields, windows), mlp=mlp)
+    return _shape(fields, name, layers, max_context=32_768)
+
+
 def read_qwen2_moe(fields: ConfigFields, name: str) -> LlmShape:
     """Qwen1.5/2-MoE: experts beside a gated shared expert; biases on queries, keys and values."""
     count = num_layers(fields)

@@ -62,6 +62,19 @@ ODD: list[tuple[str, dict[str, Any]]] = [
             "max_window_layers": 4,
         },
     ),
+    ("qwen2", {"num_key_value_heads": 2}),
+    (
+        "qwen2",
+        {
+            "num_key_value_heads": 4,
+            "use_sliding_window": True,
+            "sliding_window": 16,
+            "max_window_layers": 4,
+            "tie_word_embeddings": True,
+        },
+    ),
+    ("qwen3", {"num_key_value_heads": 2, "head_dim": 16}),
+    ("qwen3", {"num_key_value_heads": 4, "attention_bias": True}),
     ("qwen3_moe", {**MOE, "head_dim": 16}),
     ("qwen3_moe", {**MOE, "attention_bias": True, "decoder_sparse_step": 3, "head_dim": 8}),
     ("deepseek_v3", LATENT),
@@ -132,6 +145,7 @@ def test_what_a_file_leaves_out_is_what_transformers_takes(model_type: str) -> N
     required = {
         **SMALL,
         **({"moe_intermediate_size": 24} if model_type.startswith(("qwen", "deepseek")) else {}),
+        **({"num_key_value_heads": 16} if model_type in ("qwen2", "qwen3") else {}),
         **({"num_experts": 60} if model_type in ("qwen2_moe", "qwen3_moe", "olmoe") else {}),
         **({"num_local_experts": 8} if model_type == "mixtral" else {}),
         **({"n_routed_experts": 256} if model_type == "deepseek_v3" else {}),
