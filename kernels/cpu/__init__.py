@@ -6,18 +6,24 @@ The compiled paths are one C++ library, built with the system's compiler at firs
 
 from kernels.cpu.backend import Backend, SlowKernelWarning, backend
 from kernels.cpu.blocks import ContiguousBlock, ContiguousExperts
+from kernels.cpu.linear import PackedLinear, linear
 from kernels.cpu.matmul import block_matmul, moe_layer
 from kernels.cpu.pages import PagedBlock, PagedExperts, PagedWeights
+from kernels.cpu.plain_experts import PlainExperts, plain_moe_layer
 
 __all__ = [
     "Backend",
     "ContiguousBlock",
     "ContiguousExperts",
+    "PackedLinear",
     "PagedBlock",
     "PagedExperts",
     "PagedWeights",
+    "PlainExperts",
     "SlowKernelWarning",
     "backend",
     "block_matmul",
+    "linear",
     "moe_layer",
+    "plain_moe_layer",
 ]

@@ -5,11 +5,12 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import cached_property
-from typing import Any, ClassVar
+from typing import ClassVar
 
 import numpy as np
 from numpy.typing import NDArray
 
+from kernels.cpu.arrays import check_array
 from kernels.cpu.library import WeightsArgument
 from kernels.planes import PlaneArray, check_planes
 
@@ -128,20 +129,3 @@ def contiguous_argument(blocks: Sequence[ContiguousBlock]) -> WeightsArgument:
     )
     argument.kept_alive = lists
     return argument
-
-
-def check_array(
-    name: str, array: NDArray[Any], dtype: type[np.generic], shape: tuple[int, ...]
-) -> None:
-    """Refuse an array whose bytes are not what the library will read.
-
-    Raises:
-        ValueError: Naming the array, what was found and what is allowed.
-    """
-    if array.dtype != np.dtype(dtype) or array.shape != shape:
-        raise ValueError(
-            f"{name} must be {np.dtype(dtype).name} {list(shape)}, "
-            f"found {array.dtype} {list(array.shape)}"
-        )
-    if not (array.flags.c_contiguous and array.flags.aligned and array.dtype.isnative):
-        raise ValueError(f"{name} must be C-contiguous and aligned, found strides {array.strides}")

@@ -31,6 +31,21 @@ class WeightsArgument(ctypes.Structure):
     )
 
 
+class MatrixArgument(ctypes.Structure):
+    """`Matrix` of source/linear.h."""
+
+    FLOAT32, BFLOAT16 = 0, 1
+    PANELS = -1  # row_stride of a matrix in panels
+
+    _fields_ = (
+        ("data", ctypes.c_void_p),
+        ("rows", ctypes.c_int64),
+        ("columns", ctypes.c_int64),
+        ("row_stride", ctypes.c_int64),
+        ("type", ctypes.c_int32),
+    )
+
+
 class FaultReport(ctypes.Structure):
     """`Fault` of source/weights.h."""
 
@@ -99,3 +114,12 @@ def _declare(handle: ctypes.CDLL) -> None:
     # expert index, gate weight, expert scale, out, threads, fault
     handle.moe_layer.argtypes = [i32, weights, i64, i64, i64, i64, i32, pointer, i64, i64]
     handle.moe_layer.argtypes += [pointer, pointer, pointer, pointer, i32, fault]
+    matrix = ctypes.POINTER(MatrixArgument)
+    # path, matrix, panels
+    handle.pack_matrix.argtypes, handle.pack_matrix.restype = [i32, matrix, pointer], None
+    # path, matrix, bias, x, tokens, y, threads
+    handle.linear.argtypes = [i32, matrix, pointer, pointer, i64, pointer, i32]
+    # path, matrices, experts, hidden, inner, activation, x, tokens, experts per token, expert
+    # index, gate weight, expert scale, out, threads
+    handle.plain_moe_layer.argtypes = [i32, matrix, i64, i64, i64, i32, pointer, i64, i64]
+    handle.plain_moe_layer.argtypes += [pointer, pointer, pointer, pointer, i32]

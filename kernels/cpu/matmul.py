@@ -14,16 +14,16 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
+from kernels.cpu.arrays import check_array, check_threads, output_array
 from kernels.cpu.backend import Backend, backend
-from kernels.cpu.blocks import ContiguousBlock, ContiguousExperts, check_array
+from kernels.cpu.blocks import ContiguousBlock, ContiguousExperts
 from kernels.cpu.fallback import PRODUCTS
 from kernels.cpu.library import FaultReport, fault_message
 from kernels.cpu.pages import PagedBlock, PagedExperts
 from kernels.reference import ACTIVATIONS, Activation
 
 FloatArray = NDArray[np.float32]
-MAX_THREADS = 256
-_ACTIVATION_IDS = {"silu": 0, "gelu_tanh": 1}  # source/work.h
+ACTIVATION_IDS = {"silu": 0, "gelu_tanh": 1}  # source/work.h
 
 
 def block_matmul(
@@ -54,8 +54,8 @@ def block_matmul(
         raise ValueError(f"x must be float32 [T, {block.columns}], found {list(x.shape)}")
     check_array("x", x, np.float32, x.shape)
     chosen = backend(path)
-    y = _output(out, (len(x), block.rows))
-    _check_threads(threads)
+    y = output_array(out, (len(x), block.rows))
+    check_threads(threads)
     if chosen.library is None:
         y[...] = PRODUCTS[chosen.name](x, block.contiguous())
         return y
@@ -112,12 +112,20 @@ def moe_layer(
         ValueError: If an array, index, width or page id does not fit.
         MemoryError: If there is no memory for intermediate results, or no thread can be started.
     """
-    _check_layer(tokens, expert_index, gate_weight, experts, activation, expert_scale)
+    check_routing(
+        tokens,
+        expert_index,
+        gate_weight,
+        experts.experts,
+        experts.hidden,
+        activation,
+        expert_scale,
+    )
     chosen = backend(path)
-    y = _output(out, tokens.shape)
+    y = output_array(out, tokens.shape)
     if np.may_share_memory(y, tokens):
         raise ValueError("out must not share memory with tokens")
-    _check_threads(threads)
+    check_threads(threads)
     if chosen.library is None:
         return _layer_by_blocks(
             tokens, expert_index, gate_weight, experts, activation, expert_scale, chosen, y
@@ -130,7 +138,7 @@ def moe_layer(
         experts.experts,
         experts.hidden,
         experts.inner,
-        _ACTIVATION_IDS[activation],
+        ACTIVATION_IDS[activation],
         tokens.ctypes.data,
         len(tokens),
         expert_index.shape[1],
@@ -174,18 +182,24 @@ def _layer_by_blocks(
     return out
 
 
-def _check_layer(
+def check_routing(
     tokens: FloatArray,
     expert_index: NDArray[np.int32],
     gate_weight: FloatArray,
-    experts: ContiguousExperts | PagedExperts,
+    experts: int,
+    hidden: int,
     activation: str,
     expert_scale: FloatArray | None,
 ) -> None:
+    """Refuse inputs of a mixture-of-experts layer that do not fit it or each other.
+
+    Raises:
+        ValueError: Naming what was found and what is allowed.
+    """
     if activation not in ACTIVATIONS:
         raise ValueError(f"activation must be one of {list(ACTIVATIONS)}, found {activation!r}")
-    if tokens.ndim != 2 or tokens.shape[1] != experts.hidden:
-        raise ValueError(f"tokens must be float32 [T, {experts.hidden}], found {_found(tokens)}")
+    if tokens.ndim != 2 or tokens.shape[1] != hidden:
+        raise ValueError(f"tokens must be float32 [T, {hidden}], found {_found(tokens)}")
     check_array("tokens", tokens, np.float32, tokens.shape)
     if expert_index.ndim != 2 or len(expert_index) != len(tokens):
         raise ValueError(
@@ -194,31 +208,15 @@ def _check_layer(
     check_array("expert_index", expert_index, np.int32, expert_index.shape)
     check_array("gate_weight", gate_weight, np.float32, expert_index.shape)
     if expert_scale is not None:
-        check_array("expert_scale", expert_scale, np.float32, (experts.experts,))
+        check_array("expert_scale", expert_scale, np.float32, (experts,))
     if expert_index.size:
         lowest, highest = int(expert_index.min()), int(expert_index.max())
-        if lowest < 0 or highest >= experts.experts:
-            raise ValueError(
-                f"expert_index must be in [0, {experts.experts}), found {lowest}..{highest}"
-            )
+        if lowest < 0 or highest >= experts:
+            raise ValueError(f"expert_index must be in [0, {experts}), found {lowest}..{highest}")
 
 
 def _found(array: NDArray[Any]) -> str:
     return f"{array.dtype} {list(array.shape)}"
-
-
-def _output(out: FloatArray | None, shape: tuple[int, ...]) -> FloatArray:
-    if out is None:
-        return np.empty(shape, np.float32)
-    check_array("out", out, np.float32, shape)
-    if not out.flags.writeable:
-        raise ValueError("out must be writeable")
-    return out
-
-
-def _check_threads(threads: int) -> None:
-    if not 1 <= threads <= MAX_THREADS:
-        raise ValueError(f"threads must be 1..{MAX_THREADS}, found {threads}")
 
 
 def _refuse(fault: FaultReport, num_pages: int, widths: str) -> None:

@@ -13,7 +13,8 @@ from functools import cached_property
 import numpy as np
 from numpy.typing import NDArray
 
-from kernels.cpu.blocks import ContiguousBlock, IntArray, check_array
+from kernels.cpu.arrays import check_array
+from kernels.cpu.blocks import ContiguousBlock, IntArray
 from kernels.cpu.library import WeightsArgument
 from kernels.planes import plane_words
 

@@ -2,6 +2,8 @@
 // here, once a call, before any weight is read.
 #include "block.h"
 #include "layer.h"
+#include "linear_portable.h"
+#include "plain.h"
 #include "portable.h"
 #include "work.h"
 #if defined(__x86_64__)
@@ -9,12 +11,15 @@
 
 #include "avx2.h"
 #include "avx512.h"
+#include "linear_avx2.h"
+#include "linear_avx512.h"
 #endif
 
 namespace {
 
 struct Choice {
   Path path;
+  LinearPath linear;
   bool (*runs_here)();
 };
 
@@ -39,10 +44,10 @@ bool has_avx512() {
 
 const Choice kChoices[] = {
 #if defined(__x86_64__)
-    {avx512::kPath, has_avx512},
-    {avx2::kPath, has_avx2},
+    {avx512::kPath, linear_avx512::kPath, has_avx512},
+    {avx2::kPath, linear_avx2::kPath, has_avx2},
 #endif
-    {portable::kPath, always},
+    {portable::kPath, linear_portable::kPath, always},
 };
 constexpr int kCount = int(sizeof(kChoices) / sizeof(kChoices[0]));
 
@@ -86,12 +91,42 @@ int moe_layer(int choice, const Weights* weights, int64_t first_block, int64_t e
               const float* expert_scale, float* out, int threads, Fault* fault) try {
   const Layer layer{*weights, first_block, experts, hidden, inner, activation};
   LayerCall call{kChoices[choice].path, layer, x,       tokens, top, gate_weight,
-                 expert_scale,          out,   threads, {},     {},  {}};
+                 expert_scale,          out,   threads, {},     {}};
   if (!call.plan(expert_index, fault)) return 1;
   call.run();
   return 0;
 } catch (const std::exception&) {
   fault->kind = kResources;
+  return 1;
+}
+
+// panels[ceil(rows / 32) * 32 * columns] of the matrix' type, from its rows.
+void pack_matrix(int choice, const Matrix* matrix, uint8_t* to) {
+  const int64_t bytes = kPanel * matrix->columns * element_bytes(matrix->type);
+  for (int64_t p = 0; p < panels(matrix->rows); ++p)
+    kChoices[choice].linear.pack_panel(*matrix, p * kPanel, 0, matrix->columns, to + p * bytes);
+}
+
+// y[tokens, rows] = x[tokens, columns] times the transposed matrix, plus the bias if there is one.
+int linear(int choice, const Matrix* matrix, const float* bias, const float* x, int64_t tokens,
+           float* y, int threads) try {
+  multiply(kChoices[choice].linear, *matrix, bias, x, tokens, y, threads);
+  return 0;
+} catch (const std::exception&) {
+  return 1;
+}
+
+// out[tokens, hidden]; matrices: of expert e at 2 e (gate and up) and 2 e + 1 (down).
+int plain_moe_layer(int choice, const Matrix* matrices, int64_t experts, int64_t hidden,
+                    int64_t inner, int32_t activation, const float* x, int64_t tokens, int64_t top,
+                    const int32_t* expert_index, const float* gate_weight,
+                    const float* expert_scale, float* out, int threads) try {
+  const PlainLayer layer{matrices, experts, hidden, inner, activation};
+  PlainCall{kChoices[choice].linear, layer, x, tokens, top, gate_weight, expert_scale, out, threads,
+            Routing(expert_index, tokens * top, experts)}
+      .run();
+  return 0;
+} catch (const std::exception&) {
   return 1;
 }
 }

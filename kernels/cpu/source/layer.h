@@ -1,7 +1,6 @@
 // A whole mixture-of-experts layer: tokens sorted by expert, a width of its own for every block.
 #pragma once
-#include <algorithm>
-
+#include "routing.h"
 #include "weights.h"
 #include "work.h"
 
@@ -10,13 +9,6 @@ struct Layer {
   int64_t first_block, experts, hidden, inner;
   int32_t activation;
 };
-
-// A run of tokens of one expert; groups of runs share the buffers between the two matrices.
-struct Run {
-  int64_t expert, begin, count;
-  bool starts_group;
-};
-constexpr int64_t kGroupSlots = 256;
 
 struct LayerCall {
   const Path& path;
@@ -29,38 +21,28 @@ struct LayerCall {
   int threads;
 
   std::vector<Block> blocks;
-  std::vector<int64_t> slots;  // token * top + position, sorted by expert
-  std::vector<Run> runs;
+  Routing routing;
   bool uses[2] = {false, false};
 
   bool plan(const int32_t* index, Fault* fault) {
-    std::vector<int64_t> first(size_t(l.experts) + 1);
-    for (int64_t s = 0; s < tokens * top; ++s) ++first[size_t(index[s]) + 1];
-    for (int64_t e = 0; e < l.experts; ++e) first[size_t(e) + 1] += first[size_t(e)];
-    slots.resize(size_t(tokens * top));
-    std::vector<int64_t> next(first.begin(), first.end() - 1);
-    for (int64_t s = 0; s < tokens * top; ++s) slots[size_t(next[size_t(index[s])]++)] = s;
+    routing = Routing(index, tokens * top, l.experts);
     blocks.resize(size_t(2 * l.experts));
-    int64_t group = kGroupSlots;
-    for (int64_t e = 0; e < l.experts; ++e) {
-      const int64_t end = first[size_t(e) + 1];
-      if (first[size_t(e)] == end) continue;
+    int64_t before = -1;
+    for (const Run& r : routing.runs) {
+      if (r.expert == before) continue;
+      const int64_t e = before = r.expert;
       for (int m = 0; m < 2; ++m)
         if (!find_block(l.weights, l.first_block + 2 * e + m, m ? l.hidden : 2 * l.inner,
                         m ? l.inner : l.hidden, &blocks[size_t(2 * e + m)], fault))
           return false;
       uses[path.order(blocks[size_t(2 * e)].bits)] = true;
-      for (int64_t s = first[size_t(e)]; s < end; s += kGroupSlots) {
-        const int64_t count = std::min(kGroupSlots, end - s);
-        const bool starts = group + count > kGroupSlots;
-        group = starts ? count : group + count;
-        runs.push_back({e, s, count, starts});
-      }
     }
     return true;
   }
 
   void run() {
+    const std::vector<Run>& runs = routing.runs;
+    const std::vector<int64_t>& slots = routing.slots;
     const int64_t wide = input_stride(l.hidden), narrow = input_stride(l.inner);
     const int64_t held = std::min(kGroupSlots, tokens * top);
     const Buffer<float> inputs[2] = {Buffer<float>(uses[0] ? tokens * wide : 0),
