@@ -13,6 +13,7 @@ import sys
 import typer
 
 from runtime.calibrate_command import calibrate
+from runtime.demo_model_command import demo_model
 from runtime.inspect_command import inspect
 from runtime.quantize_command import quantize
 from runtime.store.commands import store_app
@@ -32,6 +33,7 @@ app = typer.Typer(
 app.command()(calibrate)
 app.command()(quantize)
 app.command()(inspect)
+app.command(name="demo-model")(demo_model)
 app.add_typer(store_app, name="store")
 
 
