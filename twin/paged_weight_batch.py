@@ -1,21 +1,25 @@
-"""The running sequences of an engine: who computes how many tokens in a step, and on which pages.
+"""Running sequences of the simulated engine: the batching policy's orders, carried out on pages.
 
-In order of admission: one token for who decodes, prompts in chunks as far as the step's prefill
-reaches, then the waiting ones, first come, first served. Short of pages, the weights are asked for
-room; if none can come, the youngest gives its pages up and waits again at the front.
+The policy is the runtime's, object for object; here its pages are counted, not filled.
 """
 
 from __future__ import annotations
 
-from collections import deque
 from collections.abc import Callable
 
 import numpy as np
 from numpy.typing import NDArray
 
 from models.kv_bytes import KvLayers
+from models.kv_paging import kv_paging
+from policies.batching.first_come import FirstComeBatching
+from policies.batching.log import LoggedBatching
+from policies.batching.orders import BatchOrders
+from policies.batching.policy import BatchingPolicy
+from policies.batching.settings import BatchingSettings
 from policies.precision_forecast import HORIZON_STEPS, forecast_kv_pages
 from policies.weight_page_ledger import PageLedger
+from traces.decisions import DecisionLog
 from twin.paged_weight_cache import KvPages
 from twin.paged_weight_log import Totals
 
@@ -23,15 +27,13 @@ Ints = NDArray[np.int64]
 
 
 class RunningBatch:
-    """Struct of arrays over the running sequences, and the queue before them.
+    """Running sequences, and the queue before them.
 
     Attributes:
-        ids: [n] sequences, in order of admission.
-        computed: [n] tokens whose keys and values are held.
-        count: [n] tokens of each in the step that is being built or under way.
-        known: [requests] tokens there are of each: prompt and generated.
-        waiting: Sequences in the queue.
-        admitted: Sequences admitted in the step that is being built.
+        accounts: The batching policy.
+        admitted: Sequences that left the queue in the step that is being built.
+        preemptions: [requests] how often each gave its pages up.
+        is_refused: [requests] whether it can never be served.
     """
 
     def __init__(
@@ -45,130 +47,118 @@ class RunningBatch:
         max_running: int,
         prefill_tokens: int,
         totals: Totals,
+        log: DecisionLog | None = None,
     ) -> None:
         self._cache = KvPages(ledger, kv, page_bytes=page_bytes)
-        self._kv, self._page_bytes = kv, page_bytes
-        self._max_running, self._prefill = max_running, prefill_tokens
+        self._kv, self._page_bytes, self._ledger = kv, page_bytes, ledger
         self._totals = totals
-        self._goal = prompt_tokens + output_tokens
-        self.known = prompt_tokens.copy()
+        self._prompt, self._output = prompt_tokens, output_tokens
+        self._held = np.zeros(len(prompt_tokens), np.int64)
         self.preemptions = np.zeros(len(prompt_tokens), np.int64)
         self.is_refused = np.zeros(len(prompt_tokens), np.bool_)
-        self.waiting: deque[int] = deque()
         self.admitted: list[int] = []
-        self.ids = np.zeros(0, np.int64)
-        self.computed = np.zeros(0, np.int64)
-        self.count = np.zeros(0, np.int64)
+        self.accounts = FirstComeBatching(
+            kv_paging(kv, page_bytes=page_bytes),
+            BatchingSettings(max_running=max_running, prefill_tokens=prefill_tokens),
+        )
+        self._policy: BatchingPolicy = (
+            self.accounts if log is None else LoggedBatching(self.accounts, log)
+        )
+        self._orders = BatchOrders()
+
+    @property
+    def ids(self) -> Ints:
+        """[n] running sequences, in order of admission."""
+        return self.accounts.ids
+
+    @property
+    def computed(self) -> Ints:
+        """[n] tokens whose keys and values are held."""
+        return self.accounts.computed
+
+    @property
+    def count(self) -> Ints:
+        """[n] tokens of each in the step that is being built or under way."""
+        return self.accounts.counts
+
+    @property
+    def known(self) -> Ints:
+        """[n] tokens there are of each: prompt and generated."""
+        return self.accounts.known
+
+    @property
+    def num_waiting(self) -> int:
+        """Sequences in the queue."""
+        return self.accounts.num_waiting
 
     @property
     def is_empty(self) -> bool:
         """Whether nobody runs and nobody waits."""
-        return len(self.ids) == 0 and not self.waiting
+        return self.accounts.is_empty
 
-    def schedule(self, make_room: Callable[[int], bool]) -> int:
-        """Set ``count`` and reserve the pages; returns the tokens of the step.
+    def arrive(self, sequence: int, *, now: float) -> None:
+        """A request comes."""
+        self._policy.add(
+            sequence, int(self._prompt[sequence]), int(self._output[sequence]), now=now
+        )
+
+    def schedule(self, make_room: Callable[[int], bool], *, now: float) -> int:
+        """Fix who computes and reserve the pages; the tokens of the step.
 
         Args:
             make_room: Told the pages that a sequence lacks; whether they will be there in the
                 next steps without preempting anybody.
+            now: Simulated seconds.
         """
         self.admitted.clear()
-        budget = self._shares()
-        if self._cache.reserve_all(self.ids, self.computed, self.count):
-            while budget > 0 and self._admit():
-                known = int(self.known[self.ids[-1]])
-                share = min(known, budget)
-                self.count[-1] = share
-                if not self._cache.reserve(int(self.ids[-1]), 0, share):
-                    self._in_order(len(self.ids) - 1, make_room)
-                    break
-                budget -= share if known > 1 else 0
-        else:
-            self._in_order(0, make_room)
-        return int(self.count.sum())
+        orders = self._policy.schedule(self._ledger.free_pages, now=now)
+        self._carry_out(orders)
+        while orders.pages_needed:
+            is_coming = make_room(orders.pages_needed)
+            orders = self._policy.room(is_coming, self._ledger.free_pages, now=now)
+            self._carry_out(orders)
+        self._totals.held_back += len(orders.held_back)
+        self._orders = orders
+        return int(orders.counts.sum())
 
-    def finish(self) -> tuple[Ints, Ints]:
+    def finish(self, *, now: float) -> tuple[Ints, Ints]:
         """The step is over: sequences that got a token, and those of them that are done."""
-        self.computed += self.count
-        ids = self.ids
-        speaks = (self.count > 0) & (self.computed == self.known[ids])
-        self.count[:] = 0
-        spoke = ids[speaks]
-        self.known[spoke] += 1
-        done = speaks & (self.known[ids] >= self._goal[ids])
-        finished = ids[done]
-        if len(finished):
-            for sequence in finished.tolist():
-                self._cache.release(sequence)
-            self._keep(~done)
+        orders, self._orders = self._orders, BatchOrders()
+        if not len(orders.sequences):
+            return orders.sequences, orders.sequences
+        spoke = orders.sequences[orders.speaks]
+        self._held[orders.sequences] += orders.counts
+        self._policy.step_done((), now=now)
+        finished: Ints = spoke[~np.isin(spoke, self.accounts.ids)] if len(spoke) else spoke
+        for sequence in finished.tolist():
+            self._cache.release(sequence)
         return spoke, finished
 
     def forecast_pages(self) -> int:
         """Pages the running sequences will need soon."""
-        known = self.known[self.ids]
+        accounts = self.accounts
         return forecast_kv_pages(
             self._kv,
-            held_tokens=self.computed,
-            prompt_tokens_left=known - self.computed,
-            decode_tokens_left=self._goal[self.ids] - known,
+            held_tokens=accounts.computed,
+            prompt_tokens_left=accounts.known - accounts.computed,
+            decode_tokens_left=accounts.goal - accounts.known,
             horizon_steps=HORIZON_STEPS,
             page_bytes=self._page_bytes,
         )
 
-    def _shares(self) -> int:
-        """One token for who decodes, prompts in order of admission; returns the prefill left."""
-        left = self.known[self.ids] - self.computed
-        np.minimum(left, 1, out=self.count)
-        budget = self._prefill
-        for at in np.flatnonzero(left > 1).tolist():
-            share = min(int(left[at]), budget)
-            self.count[at] = share
-            budget -= share
-        return budget
-
-    def _admit(self) -> bool:
-        if not self.waiting or len(self.ids) >= self._max_running:
-            return False
-        sequence = self.waiting.popleft()
-        self.admitted.append(sequence)
-        self.ids = np.append(self.ids, sequence)
-        self.computed = np.append(self.computed, 0)
-        self.count = np.append(self.count, 0)
-        return True
-
-    def _in_order(self, first: int, make_room: Callable[[int], bool]) -> None:
-        """Pages one sequence after the other; nobody is admitted in such a step."""
-        at = first
-        while at < len(self.ids):
-            sequence, held, added = (
-                int(column[at]) for column in (self.ids, self.computed, self.count)
-            )
-            self._cache.leave_behind(sequence, held)
-            if added == 0 or self._cache.reserve(sequence, held, added):
-                at += 1
-                continue
-            here = slice(at, at + 1)
-            needed = int(self._cache.pages_needed(self.computed[here], self.count[here])[0])
-            if make_room(needed):
-                self.count[at] = 0
-                self._totals.held_back += 1
-                at += 1
-            else:
-                self._preempt()
-
-    def _preempt(self) -> None:
-        """The youngest gives its pages up and waits again; alone, it can never be served."""
-        victim = int(self.ids[-1])
-        self._totals.recomputed_tokens += int(self.computed[-1])
-        self._cache.release(victim)
-        self._keep(np.arange(len(self.ids)) < len(self.ids) - 1)
-        if len(self.ids):
+    def _carry_out(self, orders: BatchOrders) -> None:
+        for sequence in orders.preempted:
+            self._totals.recomputed_tokens += int(self._held[sequence])
             self._totals.preemptions += 1
-            self.preemptions[victim] += 1
-            self.waiting.appendleft(victim)
-        else:
-            self.is_refused[victim] = True
-
-    def _keep(self, mask: NDArray[np.bool_]) -> None:
-        self.ids, self.computed = self.ids[mask], self.computed[mask]
-        self.count = self.count[mask]
+            self.preemptions[sequence] += 1
+            self._held[sequence] = 0
+            self._cache.release(sequence)
+        for sequence in orders.refused:
+            self.is_refused[sequence] = True
+            self._cache.release(sequence)
+        self.admitted.extend(admission.sequence for admission in orders.admitted)
+        growing = orders.growing
+        if len(growing) and not self._cache.reserve_all(
+            growing, self._held[growing], orders.growth
+        ):
+            raise RuntimeError("pages were ordered that are not there")

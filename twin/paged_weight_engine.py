@@ -50,6 +50,7 @@ class PagedWeightEngine:
         policy: str,
         horizon_s: float | None = None,
         on_progress: Callable[[int], None] | None = None,
+        log: DecisionLog | None = None,
     ) -> None:
         """Nothing has arrived yet.
 
@@ -60,6 +61,7 @@ class PagedWeightEngine:
             policy: Name for the report.
             horizon_s: No step starts after it; None: until all requests are done.
             on_progress: Told now and then how many requests are done.
+            log: Of the batching policy's decisions.
         """
         self.weights, self.totals = weights, Totals()
         self._model, self._policy, self._time = model, policy, model.time
@@ -76,6 +78,7 @@ class PagedWeightEngine:
             max_running=model.scenario.serving.max_running,
             prefill_tokens=model.scenario.serving.prefill_tokens,
             totals=self.totals,
+            log=log,
         )
         count = len(self._arrival_s)
         self._admitted_s = np.full(count, np.nan)
@@ -132,7 +135,7 @@ class PagedWeightEngine:
             return
         batch, weights, step = self.batch, self.weights, self._step
         weights.boundary(step, batch.forecast_pages, now=now)
-        tokens = batch.schedule(self._make_room)
+        tokens = batch.schedule(self._make_room, now=now)
         for sequence in batch.admitted:
             if math.isnan(self._admitted_s[sequence]):
                 self._admitted_s[sequence] = now
@@ -175,7 +178,7 @@ class PagedWeightEngine:
     def _arrive(self) -> None:
         arrivals, at = self._arrival_s, self._next_arrival
         while at < len(arrivals) and arrivals[at] <= self._now:
-            self.batch.waiting.append(at)
+            self.batch.arrive(at, now=self._now)
             at += 1
         self._next_arrival = at
 
@@ -183,7 +186,7 @@ class PagedWeightEngine:
         """Tokens of the step that ends now."""
         if not len(self.batch.ids):
             return
-        spoke, finished = self.batch.finish()
+        spoke, finished = self.batch.finish(now=self._now)
         if not len(spoke):
             return
         weights = self.weights
@@ -204,7 +207,7 @@ class PagedWeightEngine:
         time, slowdown, batch = self._time, self.weights.slowdown, self.batch
         works = batch.count > 0
         held, added = batch.computed[works], batch.count[works]
-        outputs = int((held + added == batch.known[batch.ids[works]]).sum())
+        outputs = int((held + added == batch.known[works]).sum())
         flops = 0.0
         if tokens > len(added):  # decoding alone is bound by bytes
             for at in np.flatnonzero(added > 1).tolist():
@@ -242,7 +245,7 @@ class PagedWeightEngine:
                 ledger.free_pages,
                 float(batch.computed.sum()),
                 len(batch.ids),
-                len(batch.waiting),
+                batch.num_waiting,
                 float(weights.slowdown > 1.0),
             )
         )

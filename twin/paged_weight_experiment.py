@@ -132,9 +132,14 @@ def _runs(
     runs = []
     for replication in range(scenario.run.replications):
         requests = workload.open_loop_requests(stream(scenario.run.seed, "arrivals", replication))
-        weights = weights_of(model, policy, replication, log=log if replication == 0 else None)
+        first_log = log if replication == 0 else None
         engine = PagedWeightEngine(
-            model, weights, requests, policy=label(policy), horizon_s=scenario.run.horizon_s
+            model,
+            weights_of(model, policy, replication, log=first_log),
+            requests,
+            policy=label(policy),
+            horizon_s=scenario.run.horizon_s,
+            log=first_log,
         )
         runs.append(engine.run())
     return runs

@@ -5,13 +5,14 @@ from __future__ import annotations
 from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import Any, Final
 
 import numpy as np
 from numpy.typing import NDArray
 
 from models.bundle import Bundle, LatencyCoefficients
 from models.streams import stream
+from policies.batching.log import ReplayedBatching
 from policies.catalog import PROVISIONING, routing_policy
 from policies.precision_log import ReplayedPrecision
 from policies.prefix.store_log import ReplayedStore
@@ -20,6 +21,12 @@ from policies.routing import RoutingPolicy
 from traces.decisions import Decision, plain, read_decisions
 from traces.errors import TraceError
 from traces.lengths import LengthPairs
+
+REPLAYED: Final[dict[str, type[ReplayedBatching | ReplayedPrecision | ReplayedStore]]] = {
+    "batching": ReplayedBatching,
+    "precision": ReplayedPrecision,
+    "prefix": ReplayedStore,
+}
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -79,9 +86,9 @@ def _fresh(file: Path, recipes: Mapping[str, Any], name: str) -> Any:
     kind = recipe.get("kind")
     if kind == "provisioning" and recipe.get("name") in tuple(PROVISIONING):
         return PROVISIONING[recipe["name"]]()
-    if kind in ("precision", "prefix"):
+    if kind in REPLAYED:
         try:
-            return (ReplayedPrecision if kind == "precision" else ReplayedStore)(recipe)
+            return REPLAYED[kind](recipe)
         except (LookupError, TypeError, ValueError, AttributeError, OverflowError) as error:
             raise TraceError(f"{file}:1: policies: recipe of {name!r}: {error}") from error
     if kind == "routing":
@@ -94,7 +101,7 @@ def _fresh(file: Path, recipes: Mapping[str, Any], name: str) -> Any:
 
 
 def _repeat(policy: Any, decision: Decision) -> Any:
-    if isinstance(policy, ReplayedPrecision | ReplayedStore):
+    if isinstance(policy, ReplayedBatching | ReplayedPrecision | ReplayedStore):
         return policy.repeat(decision.call, decision.args, now=decision.now)
     is_provisioning = isinstance(policy, Provisioning)
     call = "decide" if is_provisioning else "assign"
