@@ -115,11 +115,13 @@ def _declare(handle: ctypes.CDLL) -> None:
     handle.moe_layer.argtypes = [i32, weights, i64, i64, i64, i64, i32, pointer, i64, i64]
     handle.moe_layer.argtypes += [pointer, pointer, pointer, pointer, i32, fault]
     matrix = ctypes.POINTER(MatrixArgument)
-    # path, matrix, panels
-    handle.pack_matrix.argtypes, handle.pack_matrix.restype = [i32, matrix, pointer], None
+    handle.pack_matrix.argtypes, handle.pack_matrix.restype = [matrix, pointer], None
     # path, matrix, bias, x, tokens, y, threads
     handle.linear.argtypes = [i32, matrix, pointer, pointer, i64, pointer, i32]
     # path, matrices, experts, hidden, inner, activation, x, tokens, experts per token, expert
     # index, gate weight, expert scale, out, threads
     handle.plain_moe_layer.argtypes = [i32, matrix, i64, i64, i64, i32, pointer, i64, i64]
     handle.plain_moe_layer.argtypes += [pointer, pointer, pointer, pointer, i32]
+    # path, step, shape, queries, keys, values, scale, out, threads, found
+    handle.paged_attention.argtypes = [i32, pointer, pointer, pointer, pointer, pointer]
+    handle.paged_attention.argtypes += [ctypes.c_float, pointer, i32, pointer]

@@ -1,5 +1,6 @@
 // C entry points. Shapes and dtypes were checked by the caller; widths and page ids are checked
 // here, once a call, before any weight is read.
+#include "attention_portable.h"
 #include "block.h"
 #include "layer.h"
 #include "linear_portable.h"
@@ -9,6 +10,8 @@
 #if defined(__x86_64__)
 #include <cpuid.h>
 
+#include "attention_avx2.h"
+#include "attention_avx512.h"
 #include "avx2.h"
 #include "avx512.h"
 #include "linear_avx2.h"
@@ -20,6 +23,7 @@ namespace {
 struct Choice {
   Path path;
   LinearPath linear;
+  AttentionPath attention;
   bool (*runs_here)();
 };
 
@@ -44,10 +48,10 @@ bool has_avx512() {
 
 const Choice kChoices[] = {
 #if defined(__x86_64__)
-    {avx512::kPath, linear_avx512::kPath, has_avx512},
-    {avx2::kPath, linear_avx2::kPath, has_avx2},
+    {avx512::kPath, linear_avx512::kPath, attention_avx512::kPath, has_avx512},
+    {avx2::kPath, linear_avx2::kPath, attention_avx2::kPath, has_avx2},
 #endif
-    {portable::kPath, linear_portable::kPath, always},
+    {portable::kPath, linear_portable::kPath, attention_portable::kPath, always},
 };
 constexpr int kCount = int(sizeof(kChoices) / sizeof(kChoices[0]));
 
@@ -101,10 +105,10 @@ int moe_layer(int choice, const Weights* weights, int64_t first_block, int64_t e
 }
 
 // panels[ceil(rows / 32) * 32 * columns] of the matrix' type, from its rows.
-void pack_matrix(int choice, const Matrix* matrix, uint8_t* to) {
+void pack_matrix(const Matrix* matrix, uint8_t* to) {
   const int64_t bytes = kPanel * matrix->columns * element_bytes(matrix->type);
   for (int64_t p = 0; p < panels(matrix->rows); ++p)
-    kChoices[choice].linear.pack_panel(*matrix, p * kPanel, 0, matrix->columns, to + p * bytes);
+    pack_panel(*matrix, p * kPanel, 0, matrix->columns, to + p * bytes);
 }
 
 // y[tokens, rows] = x[tokens, columns] times the transposed matrix, plus the bias if there is one.
@@ -128,5 +132,17 @@ int plain_moe_layer(int choice, const Matrix* matrices, int64_t experts, int64_t
   return 0;
 } catch (const std::exception&) {
   return 1;
+}
+
+// Writes keys and values (null: they are there), then out[T, heads * head_dim]; an AttentionFault.
+int paged_attention(int choice, const KvStep* step, const KvShape* shape, const float* queries,
+                    const float* keys, const float* values, float scale, float* out, int threads,
+                    int64_t* found) try {
+  if (!pages_are_there(*step, *shape, found)) return kMissingPage;
+  if (keys) write_tokens(*step, *shape, keys, values);
+  attend_all(kChoices[choice].attention, {*step, *shape, queries, out, scale}, threads);
+  return kNoFault;
+} catch (const std::exception&) {
+  return kNoResources;
 }
 }

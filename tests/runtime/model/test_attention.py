@@ -1,6 +1,7 @@
 """Attention over pages against dense attention in float64."""
 
 from dataclasses import dataclass
+from functools import partial
 
 import numpy as np
 import pytest
@@ -8,13 +9,16 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from kernels.cpu import backend
+from runtime.model.attention_cpu import CpuAttention, attention_for
 from runtime.model.attention_torch import TorchAttention
 from runtime.model.kv_cache import KvCache
 from runtime.model.kv_layout import KvLayout, LayerKv
 from runtime.model.step import StepBatch
 from runtime.page_arena import PageArena
 
-MAKERS = {"torch": TorchAttention}
+COMPILED = [name for name in ("avx512", "avx2", "portable") if name in backend().available]
+MAKERS = {"torch": TorchAttention} | {name: partial(CpuAttention, path=name) for name in COMPILED}
 
 
 @pytest.fixture(params=sorted(MAKERS))
@@ -206,3 +210,24 @@ def test_tokens_without_pages_are_refused(make):
         attention.begin(longer)
     with pytest.raises(RuntimeError, match="not begun"):
         attention(0, torch.zeros(16, 1, 32), None, None, scale=1.0)
+
+
+def test_the_compiled_attention_is_taken_where_there_is_one():
+    cache = cache_of([LayerKv(kv_heads=1, head_dim=32)])
+    assert isinstance(attention_for(cache), CpuAttention) == bool(COMPILED)
+    assert isinstance(attention_for(cache, path="numpy"), TorchAttention)
+    with pytest.raises(ValueError, match="compiled path, found numpy"):
+        CpuAttention(cache, path="numpy")
+
+
+@pytest.mark.skipif(not COMPILED, reason="needs a C++ compiler")
+def test_results_of_a_sequence_are_the_same_bits_alone_and_in_company():
+    layers = [LayerKv(kv_heads=2, head_dim=64), LayerKv(kv_heads=2, head_dim=64, window_tokens=50)]
+    texts = {s: [text(s * 2 + i, 150, 6, kv) for i, kv in enumerate(layers)] for s in range(3)}
+    make = partial(CpuAttention, threads=2)
+    steps = [{0: 100}, {0: 1, 1: 77}, {0: 1, 1: 73, 2: 120}, {0: 48, 2: 30}]
+    together = run(make, cache_of(layers), steps, texts, 0.2)
+    for sequence, of in texts.items():
+        alone = run(CpuAttention, cache_of(layers), [{sequence: 150}], {sequence: of}, 0.2)
+        for layer in range(2):
+            assert torch.equal(alone[sequence][layer], together[sequence][layer])
