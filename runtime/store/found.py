@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from contextlib import suppress
 from types import TracebackType
 
@@ -67,14 +67,33 @@ class Found:
         Raises:
             ValueError: If a buffer is too short for its block.
         """
-        copied = 0
-        for info, view, destination in zip(self.infos, self.views, destinations, strict=False):
-            target = memoryview(destination).cast("B")
+        targets = [memoryview(destination).cast("B") for destination in destinations]
+
+        def copy(position: int, view: memoryview) -> int | None:
+            if position >= len(targets):
+                return None
+            target = targets[position]
             if target.nbytes < view.nbytes:
                 raise ValueError(
                     f"a block of {view.nbytes:,} bytes does not fit a buffer of {target.nbytes:,}"
                 )
-            if copied_sum(target[: view.nbytes], view) != info.crc:
+            return copied_sum(target[: view.nbytes], view)
+
+        return self.copy_each(copy)
+
+    def copy_each(self, copy: Callable[[int, memoryview], int | None]) -> int:
+        """Have the blocks copied, root first; how many leading copies are whole and right.
+
+        Args:
+            copy: Copies the block of a position, whose bytes it is given, to wherever it likes.
+                Answers the CRC32C of what arrived there, or None: copy no more.
+        """
+        copied = 0
+        for info, view in zip(self.infos, self.views, strict=True):
+            arrived = copy(copied, view)
+            if arrived is None:
+                break
+            if arrived != info.crc:
                 if self.still_valid() > copied:  # not reused meanwhile, so it is broken
                     with suppress(StoreError):
                         self._link.doubt(info.key)

@@ -89,6 +89,7 @@ class PrefixStore:
         deadline_s: float = DEADLINE_S,
         category: int = 0,
         tenant: bytes = b"",
+        is_checked: bool = True,
     ) -> Found:
         """The valid leading blocks, in place, until the result is closed.
 
@@ -97,8 +98,10 @@ class PrefixStore:
             deadline_s: Seconds for all of it; what is not there by then is a miss.
             category: Kind of request, where known, 0 to 2**31 - 1; helps the eviction policy.
             tenant: Tag of the tenant, against whose quota what comes into memory counts.
+            is_checked: False: the caller copies the blocks with ``Found.copy_into`` or
+                ``copy_each``, which check the copies; views alone are no valid blocks then.
         """
-        return self._load(keys, deadline_s, category, tenant, is_checked=True)
+        return self._load(keys, deadline_s, category, tenant, is_checked=is_checked)
 
     def _load(
         self,
