@@ -13,7 +13,8 @@ from numpy.typing import NDArray
 
 from models.routing_mass import RoutingMass, floor_bits, mass_multipliers
 from policies.orders import PrecisionDecision
-from policies.precision_state import PrecisionState
+from policies.precision_state import PrecisionState, level_of_bits
+from policies.precision_tables import BlockTables
 from policies.weight_page_states import IN_FLIGHT
 from runtime.page_arena import PageArena
 from runtime.page_movement import PageMover
@@ -53,6 +54,8 @@ class PrecisionControl:
         calibrated_mass: tuple[Floats, Floats] | None = None,
         hot_coverage: float = 0.5,
         hot_bits: int = 4,
+        tables: BlockTables | None = None,
+        block_weights: NDArray[np.int64] | None = None,
     ) -> None:
         """Start from the calibration's routing mass.
 
@@ -66,6 +69,8 @@ class PrecisionControl:
                 not change the damage, and nothing is hot until traffic has been seen.
             hot_coverage: Share of a layer's mass that its hot experts hold.
             hot_bits: Least width of hot experts.
+            tables: Damage of every block and width, for ``quality``.
+            block_weights: [2 L E] weights of every block, for ``quality``; all alike if None.
 
         Raises:
             ValueError: If the mover's blocks are not those of L x E experts.
@@ -82,6 +87,18 @@ class PrecisionControl:
         self._seen: list[tuple[int, NDArray[np.int32], NDArray[np.float32]]] = []
         self.prompt_multiplier = np.ones(mover.tables.num_blocks)
         self.decisions: dict[str, int] = {}
+        self._tables = tables
+        blocks = mover.tables.num_blocks
+        self._block_weights = np.ones(blocks) if block_weights is None else block_weights
+
+    def quality(self) -> tuple[float, float]:
+        """Average bits per expert weight, and damage of the committed widths (0.0 if unknown)."""
+        bits = self._mover.tables.bits.astype(np.int64)
+        mean_bits = float(np.average(bits, weights=self._block_weights))
+        if self._tables is None:
+            return mean_bits, 0.0
+        level = level_of_bits(self._tables, bits, "bits")
+        return mean_bits, float(self._tables.damage[np.arange(len(bits)), level].sum())
 
     def observe(self, layer: int, experts: NDArray[np.int32], gate: NDArray[np.float32]) -> None:
         """One layer's routing of a step; counted when the last layer has reported."""

@@ -1,0 +1,208 @@
+"""An engine from its settings: model loaded, arena reserved, policies made."""
+
+from __future__ import annotations
+
+import os
+import shutil
+import tempfile
+from pathlib import Path
+from typing import Final
+
+import numpy as np
+import torch
+
+from models.kv_paging import KvPaging
+from policies.batching.first_come import FirstComeBatching
+from policies.batching.log import LoggedBatching
+from policies.batching.settings import BatchingSettings
+from runtime.clock import RunClock
+from runtime.engine.frames import EngineInfo
+from runtime.engine.grammar import GrammarCompiler, GrammarError
+from runtime.engine.parts import EngineParts
+from runtime.engine.prefix_blocks import PrefixBlocks
+from runtime.engine.prefix_identity import model_namespace
+from runtime.engine.prefix_open import PrefixStoreSettings, open_prefix_blocks
+from runtime.engine.settings import EngineSettings, EngineSettingsError
+from runtime.engine.weight_pages import (
+    checkpoint_tables,
+    moving_precision,
+    plan_widths,
+    weights_in_pages,
+)
+from runtime.model.attention_cpu import attention_for
+from runtime.model.experts import Experts
+from runtime.model.kv_cache import KvCache
+from runtime.model.kv_layout import KvLayout, default_page_bytes
+from runtime.model.load import LoadedModel, load_model
+from runtime.model.quantized_experts import QuantizedExperts
+from runtime.model.step import StepBatch
+from runtime.page_arena import PageArena
+from runtime.page_devices import CpuDevice
+from traces.decisions import DecisionLog
+
+KV_BYTES: Final = 1 << 30
+"""KV memory where none is asked for, if a quarter of what is available is as much."""
+
+
+def build_engine(settings: EngineSettings) -> EngineParts:
+    """Load the model and make everything that an engine needs.
+
+    Raises:
+        EngineSettingsError: If the settings contradict the model or the machine.
+        ValueError: As loading the model and opening the prefix store do, naming file and field.
+    """
+    if settings.device != "cpu":
+        raise EngineSettingsError(f"device: must be cpu, found {settings.device!r}")
+    torch.set_num_threads(settings.threads)
+    model = load_model(
+        settings.model, dtype=settings.dtype, device=settings.device, threads=settings.threads
+    )
+    log = DecisionLog(max_calls=settings.decision_log_calls)
+    layers = model.spec.kv_layers
+    page_bytes = settings.page_bytes or default_page_bytes(layers, model.dtype)
+    try:
+        layout = KvLayout(layers, model.dtype, page_bytes)
+        memory_bytes = settings.memory_bytes or _default_memory_bytes(model, page_bytes)
+        arena = PageArena(max(1, memory_bytes // page_bytes), page_bytes=page_bytes)
+    except ValueError as error:
+        raise EngineSettingsError(str(error)) from error
+    cache = KvCache(arena, layout)
+    weights = _Weights(model, settings, arena, log)
+    accounts = FirstComeBatching(
+        layout.paging,
+        BatchingSettings(max_running=settings.max_running, prefill_tokens=settings.prefill_tokens),
+    )
+    capacity = _tokens_in(layout.paging, arena.num_pages - weights.least_pages)
+    context = min(settings.context_tokens or model.spec.context_tokens, model.spec.context_tokens)
+    if capacity < 2:
+        weights.close()
+        raise EngineSettingsError(
+            f"memory_bytes: {memory_bytes:,} bytes hold the keys and values of {capacity} tokens; "
+            "give more"
+        )
+    temporary = None
+    if settings.prefix.place == "memory":
+        temporary = tempfile.mkdtemp(prefix="serving-twin-prefixes-")
+    try:
+        prefix = _open_prefix(settings, cache, temporary or settings.prefix.place)
+    except BaseException:
+        weights.close()
+        if temporary is not None:
+            shutil.rmtree(temporary, ignore_errors=True)
+        raise
+    info = EngineInfo(
+        model=settings.model,
+        model_type=model.spec.model_type,
+        vocabulary=model.spec.vocabulary,
+        context_tokens=context,
+        kv_capacity_tokens=capacity,
+        eos_token_ids=model.spec.end_tokens,
+        dtype=str(model.dtype).removeprefix("torch."),
+        device=settings.device,
+        experts=model.kind,
+        block_tokens=layout.block_tokens,
+        page_bytes=page_bytes,
+        arena_pages=arena.num_pages,
+        has_prefix_store=prefix is not None,
+    )
+    attention = attention_for(cache, threads=settings.threads)
+
+    def forward(batch: StepBatch) -> torch.Tensor:
+        return model.decoder.forward(batch, attention, weights.experts)
+
+    return EngineParts(
+        settings=settings,
+        info=info,
+        forward=forward,
+        arena=arena,
+        cache=cache,
+        accounts=accounts,
+        batching=LoggedBatching(accounts, log),
+        log=log,
+        clock=RunClock(),
+        mover=weights.mover,
+        control=weights.control,
+        prefix=prefix,
+        grammars=_grammars(model),
+        temporary=temporary,
+    )
+
+
+class _Weights:
+    """Experts of a model: plain ones as loaded, quantized ones in the arena."""
+
+    def __init__(
+        self, model: LoadedModel, settings: EngineSettings, arena: PageArena, log: DecisionLog
+    ) -> None:
+        self.experts: Experts | None = model.experts
+        self.mover = self.control = None
+        self.least_pages = 0
+        if model.checkpoint is None:
+            return
+        plan = plan_widths(
+            model.checkpoint, settings, arena_pages=arena.num_pages, page_bytes=arena.page_bytes
+        )
+        self.least_pages = plan.least_pages
+        device = CpuDevice(arena)
+        self.mover = weights_in_pages(model.checkpoint, arena, device, plan.bits)
+        self.control = moving_precision(plan, model.checkpoint, settings, self.mover, arena, log)
+        self.experts = QuantizedExperts(
+            model.spec,
+            arena,
+            self.mover.tables,
+            observe=None if self.control is None else self.control.observe,
+            threads=settings.threads,
+        )
+
+    def close(self) -> None:
+        if self.mover is not None:
+            self.mover.close()
+
+
+def _tokens_in(paging: KvPaging, pages: int) -> int:
+    """Most tokens that one sequence can have in so many pages, computed block by block."""
+    low, high = 0, max(0, pages) * paging.block_tokens
+    if paging.windows and not paging.whole_pages:
+        high = 1 << 30
+    while low < high:
+        middle = (low + high + 1) // 2
+        from_tokens = max(0, middle - paging.block_tokens)
+        held = paging.held(np.array([middle]), np.array([from_tokens]))[0]
+        low, high = (middle, high) if held <= pages else (low, middle - 1)
+    return low
+
+
+def _default_memory_bytes(model: LoadedModel, page_bytes: int) -> int:
+    """KV as of ``KV_BYTES``, and quantized experts at their widest, as far as memory reaches."""
+    available = _available_bytes()
+    kv_bytes = min(KV_BYTES, available // 4)
+    if model.checkpoint is None:
+        return kv_bytes
+    widest = int(checkpoint_tables(model.checkpoint, page_bytes).bytes_[:, -1].sum())
+    return min(int(widest * 1.1) + kv_bytes, available // 2)
+
+
+def _available_bytes() -> int:
+    for line in Path("/proc/meminfo").read_text().splitlines():
+        if line.startswith("MemAvailable:"):
+            return int(line.split()[1]) << 10
+    return os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_AVPHYS_PAGES")
+
+
+def _grammars(model: LoadedModel) -> GrammarCompiler | None:
+    tokenizer = model.folder / "tokenizer.json"
+    if not tokenizer.is_file():
+        return None
+    try:
+        return GrammarCompiler(tokenizer, model.spec.vocabulary, model.spec.end_tokens)
+    except GrammarError:
+        return None  # said to whoever asks for structured output
+
+
+def _open_prefix(settings: EngineSettings, cache: KvCache, place: str) -> PrefixBlocks | None:
+    chosen = settings.prefix
+    return open_prefix_blocks(
+        PrefixStoreSettings(place=place, dram=chosen.memory_bytes, ssd=chosen.ssd_bytes),
+        cache,
+        lambda: model_namespace(Path(settings.model), cache.layout),
+    )
