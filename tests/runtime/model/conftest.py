@@ -167,7 +167,7 @@ class Stepper:
     def __init__(self, decoder: Any, experts: Any, *, pages: int = 2000) -> None:
         import torch
 
-        from runtime.model.attention_torch import TorchAttention
+        from runtime.model.attention_cpu import attention_for
         from runtime.model.kv_cache import KvCache
         from runtime.model.kv_layout import KvLayout, default_page_bytes
         from runtime.page_arena import PageArena
@@ -178,7 +178,7 @@ class Stepper:
         self.cache = KvCache(
             PageArena(pages, page_bytes=page_bytes), KvLayout(layers, torch.float32, page_bytes)
         )
-        self.attention = TorchAttention(self.cache)
+        self.attention = attention_for(self.cache)
 
     def step(self, new: dict[int, list[int]], *, all_rows: bool = False) -> dict[int, Any]:
         """Logits after the last new token of every sequence, or after all of them."""

@@ -1,9 +1,10 @@
-"""The decoder's logits against those of transformers, on tiny random checkpoints of all families."""
+"""The decoder's logits against those of transformers, on tiny checkpoints of all families."""
 
 import numpy as np
 import pytest
 import torch
 
+from kernels.cpu import backend
 from runtime.model.load import load_model
 
 VARIANTS = [
@@ -85,6 +86,24 @@ def test_greedy_decoding_gives_the_tokens_that_generate_gives(
     assert text == wanted
 
 
+@pytest.mark.parametrize("variant", ["qwen2_moe-mixed", "olmoe", "gemma4-moe", "gemma4-shared"])
+def test_logits_have_the_same_bits_whatever_else_is_in_the_step(variant, tiny_folder, stepper):
+    if backend().library is None:
+        pytest.skip("only the compiled kernels promise it")
+    model = load_model(tiny_folder(variant))
+    text, *others = prompts(27, 16, 9, 31)
+    alone = stepper(model)
+    wanted = [alone.step({0: text[:20]}, all_rows=True)[0]]
+    wanted += [alone.step({0: [token]}, all_rows=True)[0] for token in text[20:]]
+    together = stepper(model)
+    found = [together.step({1: others[0], 0: text[:3], 2: others[1][:4]}, all_rows=True)[0]]
+    found += [together.step({0: text[3:14], 2: others[1][4:]}, all_rows=True)[0]]
+    found += [together.step({3: others[2], 0: text[14:20], 1: [5], 2: [6]}, all_rows=True)[0]]
+    for token in text[20:]:
+        found += [together.step({2: [token], 3: [1, token], 0: [token]}, all_rows=True)[0]]
+    assert torch.equal(torch.cat(found), torch.cat(wanted))
+
+
 @pytest.mark.parametrize("variant", ["qwen2_moe", "llama", "gemma4-moe", "olmoe"])
 def test_logits_of_a_step_without_wanted_rows_are_empty(variant, tiny_folder, stepper):
     from runtime.model.step import StepBatch
@@ -101,5 +120,5 @@ def test_logits_of_a_step_without_wanted_rows_are_empty(variant, tiny_folder, st
 
 def test_a_model_with_experts_does_not_run_without_them(tiny_folder, stepper):
     loaded = load_model(tiny_folder("qwen2_moe"))
-    with pytest.raises(ValueError, match="experts: .* none were given"):
+    with pytest.raises(ValueError, match=r"experts: .* none were given"):
         stepper(loaded.decoder).step({0: [1, 2]})
