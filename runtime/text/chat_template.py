@@ -9,16 +9,16 @@ from typing import Any, Literal
 
 import jinja2
 
+from runtime.text.template_language import TemplateRefusedError
 from runtime.text.template_sandbox import (
     ChatTemplateEnvironment,
     TemplateLimitError,
     TemplateLimits,
-    TemplateRefusedError,
 )
 from runtime.text.tokenizer_files import CONFIG_FILE, read_json_object
 
 TEMPLATE_FILE = "chat_template.jinja"
-TEMPLATES_FOLDER = "chat_templates"
+TEMPLATES_FOLDER = "additional_chat_templates"
 LEGACY_TEMPLATE_FILE = "chat_template.json"
 _REASONING_NAMES = ("reasoning_content", "thinking", "reasoning")
 _PROBE = "probe of content"
@@ -87,7 +87,7 @@ class ChatTemplate:
     ) -> ChatTemplate | None:
         """The folder's template, or the one of ``file`` (``--chat-template FILE``).
 
-        In a folder ``chat_template.jinja`` (and ``chat_templates/*.jinja``) come before
+        In a folder ``chat_template.jinja`` (and ``additional_chat_templates/*.jinja``) come before
         ``chat_template`` in ``tokenizer_config.json``, a text or a list of names and texts, and
         that before ``chat_template.json``. None where there is none of them: chats are refused
         with ``NO_TEMPLATE``.

@@ -9,31 +9,43 @@ is counted, and texts and lists that grow are measured where they grow.
 from __future__ import annotations
 
 import functools
-import json
-import re
 import threading
 import time
 from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
-from datetime import datetime
 from typing import Any
 
 import jinja2
 import jinja2.ext
 from jinja2 import nodes
 from jinja2.sandbox import ImmutableSandboxedEnvironment
-from jinja2.utils import Namespace
 from jinja2.visitor import NodeTransformer
+
+from runtime.text.template_language import (
+    GenerationTag,
+    TemplateDict,
+    TemplateNamespace,
+    raise_exception,
+    strftime_now,
+    tojson,
+)
+from runtime.text.template_sizes import (
+    braces_size,
+    has_large_width,
+    percent_size,
+    replaced_size,
+    text_size,
+)
 
 _PADDING_METHODS = frozenset({"center", "ljust", "rjust", "zfill", "expandtabs"})
 _PADDING_FILTERS = frozenset({"center", "indent", "slice", "batch", "wordwrap", "truncate"})
-_LARGE_PERCENT = re.compile(r"%(\([^)]*\))?[-#0 +]*[0-9]*\.?(\*|[0-9]{6})")
-_LARGE_BRACES = re.compile(r"\{[^{}]*:[^{}]*(\{|[0-9]{6})")
-
-
-class TemplateRefusedError(ValueError):
-    """The template called ``raise_exception``: it does not take such messages."""
+# They hand on or count what they get; the others make a text of it.
+_STRUCTURAL_FILTERS = frozenset(
+    ("attr", "batch", "count", "d", "default", "dictsort", "first", "groupby", "items", "last")
+    + ("length", "list", "map", "max", "min", "random", "reject", "rejectattr", "reverse")
+    + ("select", "selectattr", "slice", "sort", "sum", "unique")
+)
 
 
 class TemplateLimitError(ValueError):
@@ -53,16 +65,6 @@ class TemplateLimits:
     characters: int = 16 * 2**20
     steps: int = 1_000_000
     seconds: float = 10.0
-
-
-class _GenerationTag(jinja2.ext.Extension):
-    """``{% generation %}...{% endgeneration %}`` marks the answers for training: its body."""
-
-    tags = {"generation"}  # noqa: RUF012 - the base class declares it
-
-    def parse(self, parser: jinja2.parser.Parser) -> list[nodes.Node]:
-        next(parser.stream)
-        return parser.parse_statements(("name:endgeneration",), drop_needle=True)
 
 
 class _Metered(NodeTransformer):
@@ -102,18 +104,19 @@ class ChatTemplateEnvironment(ImmutableSandboxedEnvironment):
         super().__init__(
             trim_blocks=True,
             lstrip_blocks=True,
-            extensions=[_GenerationTag, jinja2.ext.loopcontrols],
+            extensions=[GenerationTag, jinja2.ext.loopcontrols],
+            finalize=self._finalize,
         )
         self._limits = limits
         self._spent = threading.local()
-        self.filters["tojson"] = _tojson
+        self.filters["tojson"] = tojson
         self.filters = {
             name: self._measured(name, function) for name, function in self.filters.items()
         }
-        self.globals["raise_exception"] = _raise_exception
-        self.globals["strftime_now"] = _strftime_now
-        self.globals["dict"] = _TemplateDict()
-        self.globals["namespace"] = _TemplateNamespace
+        self.globals["raise_exception"] = raise_exception
+        self.globals["strftime_now"] = strftime_now
+        self.globals["dict"] = TemplateDict()
+        self.globals["namespace"] = TemplateNamespace
         del self.globals["lipsum"]
 
     @contextmanager
@@ -133,9 +136,8 @@ class ChatTemplateEnvironment(ImmutableSandboxedEnvironment):
 
     def joined(self, *parts: Any) -> str:
         """``~``."""
-        texts = [str(part) for part in parts]
-        self.check_size(sum(map(len, texts)))
-        return "".join(texts)
+        self.check_size(text_size(parts, self._limits.characters))
+        return "".join(map(str, parts))
 
     def check_size(self, size: int) -> None:
         """Refuse texts and lists that are too long."""
@@ -155,7 +157,7 @@ class ChatTemplateEnvironment(ImmutableSandboxedEnvironment):
         if operator == "**" and isinstance(left, int) and isinstance(right, int):
             self.check_size(left.bit_length() * abs(right))
         if operator == "%" and isinstance(left, str):
-            _check_width(_LARGE_PERCENT, left)
+            self._check_percent(left, right)
         return super().call_binop(context, operator, left, right)
 
     def call(self, context: Any, function: Any, /, *args: Any, **kwargs: Any) -> Any:
@@ -163,14 +165,7 @@ class ChatTemplateEnvironment(ImmutableSandboxedEnvironment):
         method = getattr(function, "__wrapped__", function)  # the sandbox wraps str.format
         owner, name = getattr(method, "__self__", None), getattr(method, "__name__", "")
         if isinstance(owner, str):
-            if name in _PADDING_METHODS:
-                self._check_numbers(args, kwargs, len(owner) if name == "expandtabs" else 1)
-            if name == "replace":
-                self._check_replace(owner, args, kwargs)
-            if name == "join" and args:
-                args = (self._listed_for_join(args[0], owner), *args[1:])
-            if name in ("format", "format_map"):
-                _check_width(_LARGE_BRACES, owner)
+            args = self._check_method(owner, name, args, kwargs)
         result = super().call(context, function, *args, **kwargs)
         if _has_size(result):
             self.check_size(len(result))
@@ -185,17 +180,18 @@ class ChatTemplateEnvironment(ImmutableSandboxedEnvironment):
         # wraps() copies jinja_pass_arg, by which Jinja knows what to pass first.
         @functools.wraps(function)
         def measured(*args: Any, **kwargs: Any) -> Any:
+            if name not in _STRUCTURAL_FILTERS:
+                for value in args:
+                    self._finalize(value)
             if name in _PADDING_FILTERS:
                 self._check_numbers(args[1:], kwargs, 1)
-            if name == "replace":
-                self._check_replace(args[1], args[2:], kwargs)
-            if name == "format":
-                _check_width(_LARGE_PERCENT, str(args[0]))
-            if name == "join":
-                values = list(args[1])
+            elif name == "replace":
+                self._check_replace(str(args[1]), args[2:], kwargs)
+            elif name == "format":
+                self._check_percent(str(args[0]), kwargs or args[1:])
+            elif name == "join":
                 separator = args[2] if len(args) > 2 else kwargs.get("d", "")
-                self._listed_for_join(values, str(separator))
-                args = (args[0], values, *args[2:])
+                args = (args[0], self._join_list(args[1], str(separator)), *args[2:])
             result = function(*args, **kwargs)
             if _has_size(result):
                 self.check_size(len(result))
@@ -203,81 +199,47 @@ class ChatTemplateEnvironment(ImmutableSandboxedEnvironment):
 
         return measured
 
+    def _finalize(self, value: Any) -> Any:
+        """What ``{{ }}`` puts out."""
+        if isinstance(value, (list, tuple, dict)):
+            self.check_size(text_size(value, self._limits.characters))
+        return value
+
+    def _check_method(self, owner: str, name: str, args: tuple[Any, ...], kwargs: Any) -> Any:
+        if name in _PADDING_METHODS:
+            self._check_numbers(args, kwargs, len(owner) if name == "expandtabs" else 1)
+        elif name == "replace":
+            self._check_replace(owner, args, kwargs)
+        elif name == "join" and args:
+            return (self._join_list(args[0], owner), *args[1:])
+        elif name in ("format", "format_map"):
+            if has_large_width(owner, braces=True):
+                raise TemplateLimitError("a format with a very large or variable width")
+            values = (*args, *kwargs.values())
+            self.check_size(braces_size(owner, values, self._limits.characters))
+        return args
+
     def _check_numbers(self, args: Any, kwargs: Any, times: int) -> None:
         for value in (*args, *kwargs.values()):
             if isinstance(value, int):
                 self.check_size(value * times)
 
-    def _check_replace(self, text: Any, args: Any, kwargs: Any) -> None:
-        values = [*args, *kwargs.values()]
+    def _check_replace(self, text: str, args: Any, kwargs: Any) -> None:
+        values = [str(value) for value in (*args, *kwargs.values())]
         if len(values) >= 2:
-            old, new = str(values[0]), str(values[1])
-            text = str(text)
-            self.check_size(len(text) + text.count(old) * len(new))
+            self.check_size(replaced_size(text, values[0], values[1]))
 
-    def _listed_for_join(self, values: Iterable[Any], separator: str) -> list[Any]:
+    def _check_percent(self, form: str, values: Any) -> None:
+        if has_large_width(form, braces=False):
+            raise TemplateLimitError("a format with a very large or variable width")
+        self.check_size(percent_size(form, values, self._limits.characters))
+
+    def _join_list(self, values: Iterable[Any], separator: str) -> list[Any]:
         listed = list(values)
-        lengths = (len(value) for value in listed if isinstance(value, str))
-        self.check_size(sum(lengths) + len(separator) * max(len(listed) - 1, 0))
+        size = text_size(listed, self._limits.characters)
+        self.check_size(size + len(separator) * len(listed))
         return listed
-
-
-def _check_width(large: re.Pattern[str], form: str) -> None:
-    if large.search(form):
-        raise TemplateLimitError("a format with a very large or variable width")
 
 
 def _has_size(value: Any) -> bool:
     return isinstance(value, (str, list, tuple, bytes))
-
-
-def _tojson(
-    value: Any,
-    ensure_ascii: bool = False,
-    indent: int | None = None,
-    separators: tuple[str, str] | None = None,
-    sort_keys: bool = False,
-) -> str:
-    """JSON as it is; Jinja's own filter of the name escapes for HTML."""
-    return json.dumps(
-        value, ensure_ascii=ensure_ascii, indent=indent, separators=separators, sort_keys=sort_keys
-    )
-
-
-def _raise_exception(message: Any) -> None:
-    raise TemplateRefusedError(str(message))
-
-
-def _strftime_now(form: str) -> str:
-    return datetime.now().strftime(form)
-
-
-class _TemplateDict:
-    """``dict`` without the type itself, whose attributes lead out of the sandbox."""
-
-    def __call__(self, *args: Any, **kwargs: Any) -> dict[Any, Any]:
-        return dict(*args, **kwargs)
-
-    def fromkeys(self, *args: Any) -> dict[Any, Any]:
-        """``dict.fromkeys``."""
-        return dict.fromkeys(*args)
-
-
-class _TemplateNamespace(Namespace):
-    """``namespace`` that takes no names beginning with an underscore."""
-
-    def __init__(*args: Any, **kwargs: Any) -> None:
-        self, *rest = args
-        attributes = dict(*rest, **kwargs)
-        for name in attributes:
-            _check_name(name)
-        Namespace.__init__(self, attributes)
-
-    def __setitem__(self, name: str, value: Any) -> None:
-        _check_name(name)
-        super().__setitem__(name, value)
-
-
-def _check_name(name: Any) -> None:
-    if isinstance(name, str) and name.startswith("_"):
-        raise jinja2.exceptions.SecurityError(f"a namespace takes no name like {name!r}")

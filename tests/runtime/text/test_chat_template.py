@@ -111,7 +111,9 @@ QWEN = """{%- if tools %}
 {%- set ns = namespace(multi_step_tool=true, last_query_index=messages|length - 1) %}
 {%- for message in messages[::-1] %}
     {%- set index = (messages|length - 1) - loop.index0 %}
-    {%- if ns.multi_step_tool and message.role == "user" and message.content is string and not(message.content.startswith('<tool_response>') and message.content.endswith('</tool_response>')) %}
+    {%- if ns.multi_step_tool and message.role == "user" and message.content is string
+        and not(message.content.startswith('<tool_response>')
+        and message.content.endswith('</tool_response>')) %}
         {%- set ns.multi_step_tool = false %}
         {%- set ns.last_query_index = index %}
     {%- endif %}
@@ -129,11 +131,13 @@ QWEN = """{%- if tools %}
         {%- if message.reasoning_content is string %}
             {%- set reasoning_content = message.reasoning_content %}
         {%- elif '</think>' in content %}
-            {%- set reasoning_content = content.split('</think>')[0].rstrip('\\n').split('<think>')[-1].lstrip('\\n') %}
+            {%- set reasoning_content = content.split('</think>')[0].rstrip('\\n')
+                .split('<think>')[-1].lstrip('\\n') %}
             {%- set content = content.split('</think>')[-1].lstrip('\\n') %}
         {%- endif %}
         {%- if loop.index0 > ns.last_query_index and reasoning_content %}
-            {{- '<|im_start|>' + message.role + '\\n<think>\\n' + reasoning_content.strip('\\n') + '\\n</think>\\n\\n' + content.lstrip('\\n') }}
+            {{- '<|im_start|>' + message.role + '\\n<think>\\n' + reasoning_content.strip('\\n')
+                + '\\n</think>\\n\\n' + content.lstrip('\\n') }}
         {%- else %}
             {{- '<|im_start|>' + message.role + '\\n' + content }}
         {%- endif %}
@@ -156,7 +160,8 @@ QWEN = """{%- if tools %}
         {%- endif %}
         {{- '<|im_end|>\\n' }}
     {%- elif message.role == "tool" %}
-        {{- '<|im_start|>user\\n<tool_response>\\n' ~ content ~ '\\n</tool_response><|im_end|>\\n' }}
+        {{- '<|im_start|>user\\n<tool_response>\\n' ~ content
+            ~ '\\n</tool_response><|im_end|>\\n' }}
     {%- endif %}
 {%- endfor %}
 {%- if add_generation_prompt %}
@@ -332,7 +337,7 @@ def test_each_template_renders_most_chats(tmp_path):
             except ChatTemplateError:
                 rendered[name] += 0
     assert rendered == {
-        "chatml": 4, "llama3": 5, "mistral": 3, "qwen": 5, "gemma": 4, "macros": 4,
+        "chatml": 4, "llama3": 5, "mistral": 3, "qwen": 5, "gemma": 4, "macros": 5,
     }  # fmt: skip
 
 
@@ -357,9 +362,7 @@ def test_variables_of_the_request_reach_the_template(tmp_path):
 
 
 def test_documents_reach_the_template(tmp_path):
-    folder = folder_with(
-        tmp_path, "{% for d in documents %}{{ d.title }}:{{ d.text }};{% endfor %}"
-    )
+    folder = folder_with(tmp_path, "{% for d in documents %}{{ d.title }}:{{ d.text }}{% endfor %}")
     documents = [{"title": "a", "text": "b"}]
     assert opened(folder).render(TALK, documents=documents) == theirs(
         folder, TALK, documents=documents
@@ -417,8 +420,8 @@ def test_templates_are_found_wherever_checkpoints_have_them(tmp_path, kind):
     if kind.startswith("jinja"):
         (folder / "chat_template.jinja").write_text(CHATML)
     if kind == "jinja_and_folder":
-        (folder / "chat_templates").mkdir()
-        (folder / "chat_templates" / "tool_use.jinja").write_text(LLAMA3)
+        (folder / "additional_chat_templates").mkdir()
+        (folder / "additional_chat_templates" / "tool_use.jinja").write_text(LLAMA3)
     if kind == "processor":
         (folder / "chat_template.json").write_text(json.dumps({"chat_template": CHATML}))
     ours = opened(folder)

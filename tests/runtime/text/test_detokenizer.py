@@ -55,7 +55,7 @@ def test_texts_come_out_whole_in_groups_of_tokens(folders, form, size):
 
 
 @pytest.mark.parametrize("form", EXACT)
-@settings(max_examples=250, deadline=None)
+@settings(max_examples=120, deadline=None)
 @given(data=st.data())
 def test_any_tokens_in_any_groups_are_the_text_of_all(folders, form, data):
     tokenizer = opened(folders[form])
@@ -69,7 +69,7 @@ def test_any_tokens_in_any_groups_are_the_text_of_all(folders, form, data):
     )
 
 
-@settings(max_examples=150, deadline=None)
+@settings(max_examples=80, deadline=None)
 @given(data=st.data())
 def test_word_pieces_in_any_groups_are_the_text_of_all(folders, data):
     tokenizer = opened(folders["word_pieces"])
@@ -118,7 +118,7 @@ def test_a_line_end_held_back_can_be_seen(folders):
     assert detokenizer.finish() == ""
 
 
-@settings(max_examples=150, deadline=None)
+@settings(max_examples=80, deadline=None)
 @given(data=st.data())
 def test_what_peek_shows_is_what_would_come_if_the_text_ended(folders, data):
     tokenizer = opened(folders["llama"])

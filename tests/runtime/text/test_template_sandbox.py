@@ -82,7 +82,7 @@ LARGE = [
     "{{ 'x' * 10000000000 }}",
     "{{ 10000000000 * 'x' }}",
     "{{ [0] * 10000000000 }}",
-    "{{ 10 ** 10 ** 10 }}",
+    "{{ 10 ** 10000000000 }}",
     "{% set n = namespace(s='x') %}{% for i in range(99) %}{% set n.s = n.s ~ n.s %}{% endfor %}",
     "{% set n = namespace(s='x') %}{% for i in range(99) %}{% set n.s = n.s + n.s %}{% endfor %}",
     "{% set n = namespace(s='x') %}{% for i in range(99) %}"
@@ -95,9 +95,23 @@ LARGE = [
     "{% set n.s = '{0}{0}'.format(n.s) %}{% endfor %}",
     "{% set n = namespace(s=[1]) %}{% for i in range(99) %}{% set n.s = n.s + n.s %}{% endfor %}",
     "{% set n = namespace(s=3) %}{% for i in range(99) %}{% set n.s = n.s * n.s %}{% endfor %}",
+    "{% set n = namespace(s='x') %}{% for i in range(99) %}{% set n.s = [n.s, n.s] %}{% endfor %}"
+    "{{ n.s }}",
+    "{% set n = namespace(s='x') %}{% for i in range(99) %}{% set n.s = [n.s, n.s] %}{% endfor %}"
+    "{{ n.s|tojson }}",
+    "{% set n = namespace(s='x') %}{% for i in range(99) %}{% set n.s = {1: n.s, 2: n.s} %}"
+    "{% endfor %}{{ n.s|string }}",
+    "{% set n = namespace(s='x') %}{% for i in range(99) %}{% set n.s = [n.s, n.s] %}{% endfor %}"
+    "{{ 'x' ~ n.s }}",
+    "{% set n = namespace(s='x') %}{% for i in range(99) %}{% set n.s = [n.s, n.s] %}{% endfor %}"
+    "{{ '%s' % [n.s] }}",
+    "{% set n = namespace(s='x') %}{% for i in range(99) %}{% set n.s = [n.s, n.s] %}{% endfor %}"
+    "{{ '{}'.format(n.s) }}",
+    "{% set s = 'a' * 100000 %}{{ ('%(a)s' * 9999) % {'a': s} }}",
+    "{% set s = 'a' * 100000 %}{{ ('{0}' * 9999).format(s) }}",
     "{% set s = 'a' * 100000 %}{{ s.replace('a', s) }}",
     "{% set s = 'a' * 100000 %}{{ s|replace('a', s) }}",
-    "{% set s = 'a' * 1000 %}{{ s.join(range(90000)|map('string')) }}",
+    "{% set s = 'a' * 1000 %}{{ s.join(range(900)|map('string')) }}",
     "{% set s = 'a' * 1000 %}{{ range(90000)|join(s) }}",
     "{{ 'x'.center(10000000000) }}",
     "{{ 'x'.ljust(width=10000000000) }}",

@@ -44,7 +44,7 @@ def test_tokens_become_the_texts_that_transformers_makes(folders, form, skip):
 
 
 @pytest.mark.parametrize("form", FORMS)
-@settings(max_examples=60, deadline=None)
+@settings(max_examples=30, deadline=None)
 @given(text=st.text(max_size=60))
 def test_any_unicode_text_is_tokenized_as_by_transformers(folders, form, text):
     theirs = reference(folders[form])
@@ -77,7 +77,7 @@ def test_the_texts_come_back_whole(folders, form):
         assert ours.decode(tokens, skip_special_tokens=False) == whole
 
 
-@settings(max_examples=150, deadline=None)
+@settings(max_examples=80, deadline=None)
 @given(data=st.data())
 def test_the_bytes_of_byte_level_tokens_together_are_the_text(folders, data):
     ours = cached(folders["byte_level"])
