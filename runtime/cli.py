@@ -16,6 +16,7 @@ from runtime.calibrate_command import calibrate
 from runtime.demo_model_command import demo_model
 from runtime.inspect_command import inspect
 from runtime.quantize_command import quantize
+from runtime.serve_command import serve
 from runtime.store.commands import store_app
 
 INTERRUPTED = 130
@@ -30,6 +31,7 @@ app = typer.Typer(
     pretty_exceptions_enable=False,
     rich_markup_mode="rich",
 )
+app.command()(serve)
 app.command()(calibrate)
 app.command()(quantize)
 app.command()(inspect)

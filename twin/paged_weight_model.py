@@ -24,7 +24,8 @@ from models.plane_bytes import (
 )
 from models.precision_settings import PagedWeightScenario, Precision
 from models.strict_tables import ScenarioError
-from models.weight_memory import full_expert_bytes, other_bytes
+from models.weight_memory import full_expert_bytes
+from policies.precision_scenario import arena_pages_of_scenario, settings_of_scenario
 from policies.precision_state import PrecisionSettings
 from policies.precision_tables import BlockTables, block_tables
 from policies.weight_page_parts import BlockParts
@@ -35,7 +36,6 @@ from twin.paged_weight_traffic import ExpertTraffic
 Floats = NDArray[np.float64]
 Ints = NDArray[np.int64]
 
-SLOW_LINK_BYTES_PER_S = 30e9
 ALL_BITS = tuple(range(2, 9))
 
 
@@ -176,24 +176,7 @@ class PagedWeightModel:
 
     def policy_settings(self, planner: str) -> PrecisionSettings:
         """Numbers of the precision policy."""
-        s, link = self.scenario.precision, self.scenario.hardware.link_bytes_per_s
-        margin = s.exchange_margin
-        if margin is None:
-            margin = 0.5 if link < SLOW_LINK_BYTES_PER_S else 0.25
-        return PrecisionSettings(
-            planner=planner,
-            low_share=s.low_share,
-            target_share=s.target_share,
-            high_share=s.high_share,
-            calm_steps=s.calm_steps,
-            exchange_margin=margin,
-            plan_interval_s=s.plan_interval_s,
-            link_bytes_per_s=link,
-            link_share=s.link_share,
-            use_routing=s.use_routing,
-            use_prompt=False,  # prompts have lengths here, no content
-            use_movement=s.use_movement,
-        )
+        return settings_of_scenario(self.scenario, planner)
 
     def movement_rules(self) -> MovementRules:
         """Numbers of the page table for moving widths."""
@@ -218,15 +201,7 @@ def build_model(scenario: PagedWeightScenario) -> PagedWeightModel:
     except ValueError as error:
         raise ScenarioError(f"[llm] model: {error}") from None
     settings = scenario.precision
-    hardware = scenario.hardware
-    arena_bytes = hardware.memory_bytes - 1e9 * hardware.reserve_gb - other_bytes(shape)
-    arena_pages = int(arena_bytes // settings.page_bytes)
-    if arena_pages < 1:
-        raise ScenarioError(
-            f"[hardware] memory_gb: {hardware.memory_bytes / 1e9:g} GB less reserve_gb "
-            f"{hardware.reserve_gb:g} do not hold the {other_bytes(shape) / 1e9:.3g} GB of "
-            f"{shape.name} that are no experts"
-        )
+    arena_pages = arena_pages_of_scenario(scenario, shape)
     sizes = BlockSizes.of(shape)
     return PagedWeightModel(
         scenario=scenario,

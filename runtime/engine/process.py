@@ -35,9 +35,8 @@ from runtime.engine.frames import (
 from runtime.engine.grammar import GrammarError
 from runtime.engine.parts import EngineParts
 from runtime.engine.settings import EngineSettings
-from runtime.engine.wire import WireError, packed, receive, to_engine_decoder
+from runtime.engine.wire import START_FAILED, WireError, packed, receive, to_engine_decoder
 
-START_FAILED: Final = -1  # number of the ControlDone that says why an engine did not start
 MAX_FAILED_STEPS: Final = 20  # in a row
 STARVED_WAIT_S: Final = 0.001
 BUSY_TICK_S: Final = 0.02

@@ -12,6 +12,7 @@ from runtime.engine.frames import FromEngine, ToEngine
 
 LENGTH: Final = struct.Struct(">I")
 MAX_FRAME_BYTES: Final = 1 << 28
+START_FAILED: Final = -1  # number of the ControlDone that says why an engine did not start
 
 to_engine_decoder: Final = msgspec.msgpack.Decoder(ToEngine)
 from_engine_decoder: Final = msgspec.msgpack.Decoder(FromEngine)

@@ -27,9 +27,15 @@ from runtime.engine.frames import (
     SequenceOutput,
     ToEngine,
 )
-from runtime.engine.process import START_FAILED
 from runtime.engine.settings import EngineSettings
-from runtime.engine.wire import LENGTH, WireError, from_engine_decoder, length_of, packed
+from runtime.engine.wire import (
+    LENGTH,
+    START_FAILED,
+    WireError,
+    from_engine_decoder,
+    length_of,
+    packed,
+)
 from runtime.server.engine_client import EngineGoneError
 
 SHUTDOWN_S: Final = 10.0

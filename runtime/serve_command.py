@@ -1,0 +1,322 @@
+"""``runtime serve``: a model behind OpenAI's API, under the policies of the twin."""
+
+from __future__ import annotations
+
+import sys
+import time
+from pathlib import Path
+from typing import TYPE_CHECKING, Annotated, Any
+
+import typer
+
+if TYPE_CHECKING:
+    from runtime.engine.settings import EngineSettings
+    from runtime.server.http_server import Opened
+
+MEMORY = "Memory and speed"
+POLICY = "Policies"
+FRONT = "Front end"
+DEFAULT_PORT = 8000
+
+
+def serve(
+    model: Annotated[
+        Path | None,
+        typer.Argument(help="Folder of a checkpoint, plain or quantized; none: the demo model."),
+    ] = None,
+    scenario: Annotated[
+        Path | None,
+        typer.Option("--scenario", help="Scenario file: model, memory, precision, limits."),
+    ] = None,
+    overrides: Annotated[
+        list[str] | None,
+        typer.Option("--set", metavar="TABLE.KEY=VALUE", help="Change the scenario; repeatable."),
+    ] = None,
+    host: Annotated[str, typer.Option("--host", help="Address to listen on.")] = "127.0.0.1",
+    port: Annotated[
+        int, typer.Option("--port", min=0, max=65535, help="0: any free one.")
+    ] = DEFAULT_PORT,
+    name: Annotated[
+        list[str] | None,
+        typer.Option(
+            "--served-model-name", "--name", help="Name the model answers to; repeatable."
+        ),
+    ] = None,
+    dtype: Annotated[
+        str,
+        typer.Option("--dtype", help="auto, float32 or bfloat16.", rich_help_panel=MEMORY),
+    ] = "auto",
+    threads: Annotated[
+        int,
+        typer.Option("--threads", min=0, help="CPU threads; 0: all cores.", rich_help_panel=MEMORY),
+    ] = 0,
+    memory: Annotated[
+        str | None,
+        typer.Option(
+            "--memory",
+            help="Arena for quantized experts and KV, such as 4GiB; none: by the machine.",
+            rich_help_panel=MEMORY,
+        ),
+    ] = None,
+    context: Annotated[
+        int | None,
+        typer.Option(
+            "--context",
+            "--max-model-len",
+            min=2,
+            help="Most tokens of prompt and answer; none: the model's.",
+            rich_help_panel=MEMORY,
+        ),
+    ] = None,
+    max_running: Annotated[
+        int | None,
+        typer.Option(
+            "--max-running",
+            "--max-num-seqs",
+            min=1,
+            help="Most sequences at a time (64).",
+            rich_help_panel=MEMORY,
+        ),
+    ] = None,
+    prefill_tokens: Annotated[
+        int | None,
+        typer.Option(
+            "--prefill-tokens",
+            min=1,
+            help="Most prompt tokens in a step (512).",
+            rich_help_panel=MEMORY,
+        ),
+    ] = None,
+    precision: Annotated[
+        str | None,
+        typer.Option(
+            "--precision",
+            help="Planner of expert widths (hull, greedy, uniform, uniform_remainder), or one "
+            "width such as 4; for quantized checkpoints.",
+            rich_help_panel=POLICY,
+        ),
+    ] = None,
+    preemption: Annotated[
+        str,
+        typer.Option(
+            "--preemption",
+            help="recompute, or swap: blocks are saved in the prefix store first.",
+            rich_help_panel=POLICY,
+        ),
+    ] = "recompute",
+    prefix_store: Annotated[
+        str,
+        typer.Option(
+            "--prefix-store",
+            help="memory, none, a folder, or the socket of runtime store serve.",
+            rich_help_panel=POLICY,
+        ),
+    ] = "memory",
+    prefix_memory: Annotated[
+        str,
+        typer.Option("--prefix-memory", help="Memory for prefixes.", rich_help_panel=POLICY),
+    ] = "512MiB",
+    prefix_ssd: Annotated[
+        str,
+        typer.Option("--prefix-ssd", help="Room on the folder's disk.", rich_help_panel=POLICY),
+    ] = "0",
+    decisions: Annotated[
+        Path | None,
+        typer.Option(
+            "--decisions",
+            help="File for the log of policy calls (.jsonl.gz), for twin replay.",
+            rich_help_panel=POLICY,
+        ),
+    ] = None,
+    decision_calls: Annotated[
+        int,
+        typer.Option("--decision-calls", min=1, help="Calls kept at most.", rich_help_panel=POLICY),
+    ] = 200_000,
+    api_key: Annotated[
+        list[str] | None,
+        typer.Option(
+            "--api-key", envvar="SERVING_TWIN_API_KEY", help="Repeatable.", rich_help_panel=FRONT
+        ),
+    ] = None,
+    admin_key: Annotated[
+        str,
+        typer.Option(
+            "--admin-key",
+            envvar="SERVING_TWIN_ADMIN_KEY",
+            help="Opens /admin.",
+            rich_help_panel=FRONT,
+        ),
+    ] = "",
+    metrics_open: Annotated[
+        bool,
+        typer.Option(
+            "--metrics-open/--metrics-with-key",
+            help="Whether /metrics answers without an API key.",
+            rich_help_panel=FRONT,
+        ),
+    ] = False,
+    max_queued_requests: Annotated[
+        int, typer.Option("--max-queued-requests", min=1, rich_help_panel=FRONT)
+    ] = 1024,
+    max_queued_tokens: Annotated[
+        int, typer.Option("--max-queued-tokens", min=1, rich_help_panel=FRONT)
+    ] = 1 << 20,
+    request_timeout: Annotated[
+        float,
+        typer.Option("--request-timeout", help="Seconds for an answer.", rich_help_panel=FRONT),
+    ] = 600.0,
+    drain_timeout: Annotated[
+        float,
+        typer.Option(
+            "--drain-timeout",
+            help="Seconds that running requests may go on after SIGTERM.",
+            rich_help_panel=FRONT,
+        ),
+    ] = 30.0,
+    cors: Annotated[
+        list[str] | None,
+        typer.Option("--cors-origin", help="Repeatable; * for all.", rich_help_panel=FRONT),
+    ] = None,
+    root_path: Annotated[
+        str, typer.Option("--root-path", help="Such as /llm.", rich_help_panel=FRONT)
+    ] = "",
+    chat_template: Annotated[
+        Path | None,
+        typer.Option(
+            "--chat-template", help="Jinja file instead of the model's.", rich_help_panel=FRONT
+        ),
+    ] = None,
+    tls_cert: Annotated[
+        str, typer.Option("--tls-cert", help="PEM file.", rich_help_panel=FRONT)
+    ] = "",
+    tls_key: Annotated[
+        str, typer.Option("--tls-key", help="PEM file.", rich_help_panel=FRONT)
+    ] = "",
+    log_prompts: Annotated[
+        bool,
+        typer.Option(
+            "--log-prompts", help="Prompts and answers go into the log.", rich_help_panel=FRONT
+        ),
+    ] = False,
+    otlp: Annotated[
+        str,
+        typer.Option("--otlp-endpoint", help="Where spans go.", rich_help_panel=FRONT),
+    ] = "",
+) -> None:
+    """Serve a model behind OpenAI's API.
+
+    Memory is one arena that KV blocks and expert weights share; batching, bits per expert weight
+    and the prefix cache are decided by the policies that the twin simulates.
+    """
+    import msgspec
+
+    from runtime.serve_settings import ServeOptions, engine_settings
+    from runtime.server.http_server import Address, Opened, run_server
+    from runtime.server.process_engine import ProcessEngine
+    from runtime.server.settings import ServerSettings
+    from runtime.text.chat_template import ChatTemplate
+    from runtime.text.tokenizer import TextTokenizer
+
+    options = ServeOptions(
+        model=model,
+        scenario=scenario,
+        overrides=tuple(overrides or ()),
+        dtype=dtype,
+        threads=threads,
+        memory=memory,
+        context=context,
+        max_running=max_running,
+        prefill_tokens=prefill_tokens,
+        precision=precision,
+        preemption=preemption,
+        prefix_store=prefix_store,
+        prefix_memory=prefix_memory,
+        prefix_ssd=prefix_ssd,
+        decisions=decisions,
+        decision_calls=decision_calls,
+    )
+    settings: EngineSettings = engine_settings(options, say=_say)
+    folder = Path(settings.model)
+    names = tuple(name or ()) or (folder.name,)
+    front = ServerSettings(
+        model_names=names,
+        api_keys=tuple(api_key or ()),
+        admin_key=admin_key,
+        metrics_open=metrics_open,
+        max_queued_requests=max_queued_requests,
+        max_queued_tokens=max_queued_tokens,
+        request_timeout_s=request_timeout,
+        drain_timeout_s=drain_timeout,
+        cors_origins=tuple(cors or ()),
+        root_path=root_path,
+        log_prompts=log_prompts,
+        otlp_endpoint=otlp,
+    )
+    text = TextTokenizer.open(folder)
+    template = None
+    if text is not None:
+        template = ChatTemplate.open(folder, text.named_tokens, file=chat_template)
+    began = time.perf_counter()
+    found: dict[str, Any] = {"port": port}
+
+    async def open_engine() -> Opened:
+        engine = await ProcessEngine.start(settings)
+        found["info"] = msgspec.to_builtins(engine.info)
+        return Opened(engine=engine, text=text, template=template)
+
+    def ready() -> None:
+        scheme = "https" if tls_cert else "http"
+        _say(
+            _greeting(
+                f"{scheme}://{host}:{found['port']}{root_path}",
+                names[0],
+                found["info"],
+                time.perf_counter() - began,
+                has_chat=template is not None,
+                has_text=text is not None,
+                needs_key=bool(api_key),
+            )
+        )
+
+    _say(f"loading {folder}")
+    run_server(
+        front,
+        open_engine,
+        Address(host=host, port=port, certificate=tls_cert, key=tls_key),
+        on_listening=lambda port: found.update(port=port),
+        on_ready=ready,
+    )
+
+
+def _say(text: str) -> None:
+    sys.stderr.write(text + "\n")
+    sys.stderr.flush()
+
+
+def _greeting(
+    url: str,
+    name: str,
+    info: dict[str, Any],
+    seconds: float,
+    *,
+    has_chat: bool,
+    has_text: bool,
+    needs_key: bool,
+) -> str:
+    """What is served, and one line that calls it."""
+    memory = info["page_bytes"] * info["arena_pages"]
+    if has_chat:
+        route = "chat/completions"
+        asks = '"messages": [{"role": "user", "content": "What is the capital of France?"}]'
+    else:
+        route = "completions"
+        asks = '"prompt": "The capital of France is"' if has_text else '"prompt": [1, 2, 3]'
+    key = " -H 'Authorization: Bearer KEY'" if needs_key else ""
+    return (
+        f"serving {name} ({info['model_type']}, {info['dtype']}, {info['experts']} experts) on "
+        f"{info['device']} after {seconds:.1f} s: {info['context_tokens']:,} tokens of context, "
+        f"arena of {memory / 2**20:,.0f} MiB\n"
+        f"{url}/v1, metrics at {url}/metrics; call it so:\n"
+        f"  curl {url}/v1/{route} -H 'Content-Type: application/json'{key} \\\n"
+        f'    -d \'{{"model": "{name}", {asks}, "max_tokens": 32}}\''
+    )

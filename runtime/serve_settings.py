@@ -1,0 +1,121 @@
+"""From what the operator says to the settings of an engine."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Callable
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any, Final
+
+import msgspec
+
+from policies.catalog import PRECISION
+from runtime.engine.settings import EngineSettings, EngineSettingsError, PrefixSettings
+from runtime.store.errors import StoreSetupError
+from runtime.store.sizes import size_bytes
+
+MAX_WIDTH: Final = 8
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class ServeOptions:
+    """Options of ``runtime serve``, ``replay`` and ``bench`` that concern the engine.
+
+    What is None is taken from the scenario, or else is the engine's default.
+    """
+
+    model: Path | None = None
+    scenario: Path | None = None
+    overrides: tuple[str, ...] = ()
+    dtype: str = "auto"
+    threads: int = 0
+    memory: str | None = None
+    context: int | None = None
+    max_running: int | None = None
+    prefill_tokens: int | None = None
+    precision: str | None = None
+    preemption: str = "recompute"
+    prefix_store: str = "memory"
+    prefix_memory: str = "512MiB"
+    prefix_ssd: str = "0"
+    decisions: Path | None = None
+    decision_calls: int = 200_000
+
+
+def engine_settings(
+    options: ServeOptions, *, say: Callable[[str], None] = lambda text: None
+) -> EngineSettings:
+    """Settings of the engine; without a model, of the demo model, made if it is not there.
+
+    Raises:
+        EngineSettingsError: Naming the option.
+        ValueError: As making the demo model and reading the scenario do.
+    """
+    if options.overrides and options.scenario is None:
+        raise EngineSettingsError("--set: changes a scenario; give one with --scenario")
+    settings: dict[str, Any] = {}
+    if options.scenario is not None:
+        from runtime.scenario_engine import scenario_settings
+
+        settings.update(scenario_settings(options.scenario, options.overrides))
+    if options.model is not None:
+        settings["model"] = str(options.model)
+    if "model" not in settings:
+        from runtime.demo_model import ensure_demo_model
+
+        settings["model"] = str(ensure_demo_model(say=say))
+    folder = Path(settings["model"])
+    if not (folder / "config.json").is_file():
+        raise EngineSettingsError(f"{folder}: is no checkpoint folder: it has no config.json")
+    settings.update(
+        dtype=_one_of("--dtype", options.dtype, ("auto", "float32", "bfloat16")),
+        threads=options.threads or len(os.sched_getaffinity(0)),
+        preemption=_one_of("--preemption", options.preemption, ("recompute", "swap")),
+        prefix=PrefixSettings(
+            place=options.prefix_store,
+            memory_bytes=_size("--prefix-memory", options.prefix_memory),
+            ssd_bytes=_size("--prefix-ssd", options.prefix_ssd),
+        ),
+        decision_log=None if options.decisions is None else str(options.decisions.absolute()),
+        decision_log_calls=options.decision_calls,
+    )
+    if options.memory is not None:
+        settings["memory_bytes"] = _size("--memory", options.memory)
+    if options.precision is not None:
+        settings["precision"] = precision_of(options.precision)
+    limits = {
+        "context_tokens": options.context,
+        "max_running": options.max_running,
+        "prefill_tokens": options.prefill_tokens,
+    }
+    settings.update({name: value for name, value in limits.items() if value is not None})
+    return msgspec.convert(settings, EngineSettings)
+
+
+def precision_of(text: str) -> str | int:
+    """A planner's name or a width.
+
+    Raises:
+        EngineSettingsError: If it is neither.
+    """
+    if text in PRECISION:
+        return text
+    if text.isdigit() and 1 <= int(text) <= MAX_WIDTH:
+        return int(text)
+    raise EngineSettingsError(
+        f"--precision: must be {', '.join(PRECISION)} or a width of 1..{MAX_WIDTH}, found {text!r}"
+    )
+
+
+def _one_of(option: str, text: str, allowed: tuple[str, ...]) -> str:
+    if text not in allowed:
+        raise EngineSettingsError(f"{option}: must be {', '.join(allowed)}, found {text!r}")
+    return text
+
+
+def _size(option: str, text: str) -> int:
+    try:
+        return size_bytes(text, option)
+    except StoreSetupError as error:
+        raise EngineSettingsError(str(error)) from error
