@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Iterable, Sequence
+from concurrent.futures import Executor
 from dataclasses import dataclass
 from typing import Protocol
 
@@ -187,7 +188,11 @@ class SequenceSampler:
         return Sampled(token, logprobs, finish)
 
 
-def sample(logits: torch.Tensor, samplers: Sequence[SequenceSampler]) -> list[Sampled]:
+def sample(
+    logits: torch.Tensor,
+    samplers: Sequence[SequenceSampler],
+    executor: Executor | None = None,
+) -> list[Sampled]:
     """The next token of each sequence, whose samplers go on by it.
 
     A row whose logits are broken or whose grammar fails ends with "error"; the others don't notice.
@@ -195,6 +200,8 @@ def sample(logits: torch.Tensor, samplers: Sequence[SequenceSampler]) -> list[Sa
     Args:
         logits: [n, vocabulary], float32, on any device; not changed.
         samplers: [n], of unfinished sequences.
+        executor: Threads for the rows that need more than their maximum; None: one after another.
+            The outcome is the same.
 
     Returns:
         [n].
@@ -207,15 +214,24 @@ def sample(logits: torch.Tensor, samplers: Sequence[SequenceSampler]) -> list[Sa
     if not samplers:
         return []
     highest, places = _maxima(logits)
-    extra = [number for number, sampler in enumerate(samplers) if sampler.needs_row]
-    sampled: list[Sampled] = [Sampled()] * len(samplers)
+    extra: list[int] = []
+    sampled: list[Sampled] = []
     for number, sampler in enumerate(samplers):
-        if not sampler.needs_row:
-            sampled[number] = _of_row(sampler, highest[number], places[number], None)
+        if sampler.needs_row:
+            extra.append(number)
+            sampled.append(Sampled())
+        else:
+            sampled.append(_of_row(sampler, highest[number], places[number], None))
     if extra:
         chosen = logits if len(extra) == len(samplers) else logits[extra]
-        for number, row in zip(extra, host_rows(chosen), strict=True):
-            sampled[number] = _of_row(samplers[number], highest[number], None, row)
+        spread = map if executor is None else executor.map
+        outcomes = spread(
+            lambda number, row: _of_row(samplers[number], highest[number], None, row),
+            extra,
+            host_rows(chosen),
+        )
+        for number, outcome in zip(extra, outcomes, strict=True):
+            sampled[number] = outcome
     return sampled
 
 

@@ -16,6 +16,11 @@ Weights = npt.NDArray[np.float64]
 Mask = npt.NDArray[np.bool_]
 TokenIds = npt.NDArray[np.intp]
 
+_SORTED_AT_ONCE = 8192
+_BLOCK = 256
+_BINS = 4096
+_BIN_SHIFT = 46  # of a float64's 52 bits of mantissa: 64 bins an octave
+
 
 def uniform(seed: int, index: int) -> float:
     """The number in [0, 1) that belongs to a seed and a place in the answer.
@@ -64,8 +69,7 @@ def scaled(logits: Logits, temperature: float) -> Weights:
         logits: [n], at least one above -inf, no NaN.
         temperature: > 0.
     """
-    distance = logits.astype(np.float64)
-    distance -= distance.max()
+    distance: Weights = np.subtract(logits, logits.max(), dtype=np.float64)
     if temperature != 1.0:
         with np.errstate(over="ignore"):
             distance /= temperature
@@ -83,18 +87,38 @@ def nucleus(weights: Weights, top_p: float) -> Mask:
         top_p: In (0, 1).
     """
     total = float(weights.sum())
+    target = top_p * total
     # All weights below (1 - top_p) * total / n together are lighter than 1 - top_p, so the set
-    # lies among the others; half of that leaves room for rounding. Only those are sorted.
+    # lies among the others; half of that leaves room for rounding.
     candidates = weights[weights >= 0.5 * (1.0 - top_p) * total / weights.size]
+    count, mass = 0, 0.0
+    if candidates.size > _SORTED_AT_ONCE:
+        count, mass, candidates = _around_the_edge(candidates, target)
     descending = np.sort(candidates)[::-1]
-    before = np.cumsum(descending) - descending
-    count = max(1, int(np.searchsorted(before, top_p * total, side="left")))
-    least = descending[count - 1]
+    before = mass + (np.cumsum(descending) - descending)
+    inside = max(1, int(np.searchsorted(before, target, side="left")))
+    least = descending[inside - 1]
     keep = weights >= least
-    surplus = int(np.count_nonzero(keep)) - count
+    surplus = int(np.count_nonzero(keep)) - count - inside
     if surplus > 0:
         keep[np.flatnonzero(weights == least)[-surplus:]] = False
     return np.asarray(keep, dtype=np.bool_)
+
+
+def _around_the_edge(weights: Weights, target: float) -> tuple[int, float, Weights]:
+    """Number and mass of the weights above the bin where the nucleus ends, and that bin's weights.
+
+    Bins of equal ratio, heaviest first: the bits of a positive float, read as an integer, grow
+    with it. So few are left to sort, however flat the distribution.
+    """
+    bits = weights.view(np.int64)
+    bins = bits.max() - bits
+    bins >>= _BIN_SHIFT
+    np.minimum(bins, _BINS - 1, out=bins)
+    running = np.cumsum(np.bincount(bins, weights=weights))
+    edge = min(int(np.searchsorted(running, target)), running.size - 1)
+    count = int(np.count_nonzero(bins < edge))
+    return count, float(running[edge - 1]) if edge else 0.0, weights[bins == edge]
 
 
 def draw(weights: Weights, share: float) -> int:
@@ -107,12 +131,21 @@ def draw(weights: Weights, share: float) -> int:
     Returns:
         A place of positive weight.
     """
-    running = np.cumsum(weights)
-    # "right": the first sum above the target, which a place of weight 0 never is.
-    place = int(np.searchsorted(running, share * running[-1], side="right"))
-    if place < weights.size:
-        return place
-    return int(np.flatnonzero(weights)[-1])  # share * total was rounded up to the total
+    blocks = np.add.reduceat(weights, np.arange(0, weights.size, _BLOCK))
+    running = np.cumsum(blocks)
+    target = share * running[-1]
+    # "right": the first sum above the target, which one of weight 0 never is.
+    block = int(np.searchsorted(running, target, side="right"))
+    if block == blocks.size:  # share * total was rounded up to the total
+        block = int(np.flatnonzero(blocks)[-1])
+    inside = weights[block * _BLOCK : (block + 1) * _BLOCK]
+    sums = np.cumsum(inside)
+    if block > 0:
+        sums += running[block - 1]
+    place = int(np.searchsorted(sums, target, side="right"))
+    if place == inside.size:  # the block's own sum was rounded differently
+        place = int(np.flatnonzero(inside)[-1])
+    return block * _BLOCK + place
 
 
 def choose(
@@ -139,10 +172,8 @@ def choose(
         kept = np.flatnonzero(distance >= np.log(min_p))
         ids = kept if ids is None else ids[kept]
         distance = distance[kept]
-    weights = np.exp(distance)
+    weights = np.exp(distance, out=distance)
     if top_p < 1.0:
-        kept = np.flatnonzero(nucleus(weights, top_p))
-        ids = kept if ids is None else ids[kept]
-        weights = weights[kept]
+        weights *= nucleus(weights, top_p)
     place = draw(weights, share)
     return place if ids is None else int(ids[place])
