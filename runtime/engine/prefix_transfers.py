@@ -173,6 +173,9 @@ class BlockSave(Transfer):
         self.stored = 0
 
     def _run(self, guard: StoreGuard, copies: BlockCopies) -> None:
+        with self._lock:
+            if not self._may_go_on():  # it has waited too long, which is no fault of the store
+                return
         block_bytes = self.pages.shape[1] * copies.page_bytes
         stop = len(self._keys)
         at = self.first

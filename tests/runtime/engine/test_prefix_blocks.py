@@ -293,6 +293,26 @@ def test_saves_that_are_cancelled_free_their_pages_at_once(
     assert prefix.counters()["unsaved_cancelled"] == 6
 
 
+def test_saves_given_up_while_they_waited_are_no_failure_of_the_store(
+    opened: Open, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    cache = new_cache()
+    prefix = opened(cache)
+    compute(cache, 1, TOKENS)
+    keys = chain(prefix, TOKENS)
+    gate = Gate(monkeypatch, prefix._store, "reserve")
+    prefix.start_save(1, keys, 0, 2)
+    assert gate.entered.wait(20)
+    for last in (3, 4, 5):
+        prefix.start_save(1, keys, last - 1, last)
+    prefix.cancel_saves()
+    assert [end.reason for end in prefix.poll_saves()] == ["cancelled"] * 4
+    gate.opened.set()
+    monkeypatch.undo()
+    assert saved(prefix, 1, TOKENS) == 6  # behind all of them
+    assert prefix.counters()["store_failures"] == 0
+
+
 def test_a_save_that_fails_midway_leaves_nothing_visible(
     opened: Open, monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -8,7 +8,7 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from runtime.engine.prefix_pages import PIECE_BYTES, BlockCopies, DeviceCopies, HostCopies
+from runtime.engine.prefix_pages import SCATTER_BYTES, BlockCopies, DeviceCopies, HostCopies
 from runtime.model.kv_cache import LEFT_BEHIND
 from runtime.store.blocks import checksum
 
@@ -59,10 +59,12 @@ def test_a_buffer_gets_the_pages_in_their_order(kind: str, ids: list[int]) -> No
 
 
 @pytest.mark.parametrize("kind", KINDS)
-def test_a_block_larger_than_a_piece_goes_both_ways(kind: str) -> None:
-    count = 2 * PIECE_BYTES // PAGE_BYTES + 3
-    _, copies = pages_and_copies(kind, 2 * count)
-    ids = np.random.default_rng(2).permutation(2 * count)[:count].astype(np.int32)
+@pytest.mark.parametrize("run", [1, 7, 300, 2000], ids=lambda run: f"runs-of-{run}")
+def test_a_block_larger_than_a_piece_goes_both_ways(kind: str, run: int) -> None:
+    count = 2 * SCATTER_BYTES // PAGE_BYTES + 3
+    _, copies = pages_and_copies(kind, 4 * count)
+    rows = np.arange(4 * count)[: 4 * count // run * run].reshape(-1, run)
+    ids = np.random.default_rng(2).permutation(rows).ravel()[:count].astype(np.int32)
     source = random_bytes(count * PAGE_BYTES)
     assert copies.write(memoryview(source), ids) == checksum(source)
     buffer = bytearray(count * PAGE_BYTES)
@@ -70,15 +72,16 @@ def test_a_block_larger_than_a_piece_goes_both_ways(kind: str) -> None:
     assert bytes(buffer) == source
 
 
-def test_the_checksum_is_of_the_pages_not_of_the_source() -> None:
-    """Pages that do not take what is written are seen."""
+@pytest.mark.parametrize("ids", [[6, 7, 8], [7, 2, 9], list(range(NUM_PAGES)), [7, LEFT_BEHIND]])
+def test_the_checksum_is_of_the_pages_not_of_the_source(ids: list[int]) -> None:
+    """A page that does not take what is written is seen, however its neighbours lie."""
     pages, _ = pages_and_copies("host")
 
     class Worn(np.ndarray):
         def __setitem__(self, at: object, value: object) -> None:
             super().__setitem__(at, value)
-            self.base[7, 100] ^= 1
+            pages[7, 100] ^= 1
 
     copies = HostCopies(pages.view(Worn))
-    source = random_bytes(3 * PAGE_BYTES)
-    assert copies.write(memoryview(source), np.array([6, 7, 8], np.int32)) != checksum(source)
+    source = random_bytes(len(ids) * PAGE_BYTES)
+    assert copies.write(memoryview(source), np.array(ids, np.int32)) != checksum(source)
