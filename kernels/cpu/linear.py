@@ -68,8 +68,7 @@ class PackedLinear:
         if library is None:
             panels[...] = _panels_of(weight)
         else:
-            path_id = next(iter(library.path_ids.values()))
-            library.handle.pack_matrix(path_id, matrix, panels.ctypes.data)
+            library.handle.pack_matrix(matrix, panels.ctypes.data)
         return cls(panels, rows, columns)
 
     @property

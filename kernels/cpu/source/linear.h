@@ -9,11 +9,16 @@
 #pragma once
 #include <algorithm>
 
+#if defined(__x86_64__)
+#include <xmmintrin.h>
+#endif
+
 #include "work.h"
 
 constexpr int64_t kPanel = 32;
 constexpr int64_t kDepth = 256;      // k's multiplied at once, so that a panel stays in cache
-constexpr int64_t kInputFloats = 1 << 18;  // packed inputs worked through at once stay in cache
+constexpr int64_t kAheadBytes = 4096;
+constexpr int64_t kInputFloats = 3 << 17;  // packed inputs worked through at once stay in cache
 
 enum WeightType : int32_t { kFloat32 = 0, kBfloat16 = 1 };
 
@@ -43,39 +48,62 @@ struct Tile {
   float* sums;
   int64_t sums_stride;
   bool first;
+  const uint8_t* ahead;  // fetched meanwhile, so many bytes further at every step
+  int64_t ahead_step;
 };
 
 struct LinearPath {
   int64_t most;  // tokens in a tile
   int64_t pair;  // tiles of up to so many tokens take two panels at once
   void (*tile)(int32_t type, int64_t tokens, const Tile& tile);
-  void (*pack_inputs)(int64_t tokens, int64_t columns, const float* const* x, float* out);
-  void (*pack_panel)(const Matrix& matrix, int64_t row, int64_t from, int64_t depth, void* out);
   void (*activate)(int32_t activation, int64_t n, const float* gate, const float* up, float* out);
 };
+
+// out[k * stride + i] = rows[i][k] for k in [0, depth).
+inline void interleave(const float* const* rows, int64_t count, int64_t depth, float* out,
+                       int64_t stride) {
+  int64_t i = 0;
+#if defined(__x86_64__)
+  for (; i + 4 <= count; i += 4) {
+    int64_t k = 0;
+    for (; k + 4 <= depth; k += 4) {
+      __m128 a = _mm_loadu_ps(rows[i] + k), b = _mm_loadu_ps(rows[i + 1] + k),
+             c = _mm_loadu_ps(rows[i + 2] + k), d = _mm_loadu_ps(rows[i + 3] + k);
+      _MM_TRANSPOSE4_PS(a, b, c, d);
+      float* to = out + k * stride + i;
+      _mm_storeu_ps(to, a);
+      _mm_storeu_ps(to + stride, b);
+      _mm_storeu_ps(to + 2 * stride, c);
+      _mm_storeu_ps(to + 3 * stride, d);
+    }
+    for (; k < depth; ++k)
+      for (int64_t j = i; j < i + 4; ++j) out[k * stride + j] = rows[j][k];
+  }
+#endif
+  for (; i < count; ++i)
+    for (int64_t k = 0; k < depth; ++k) out[k * stride + i] = rows[i][k];
+}
 
 // One panel's steps [from, from + depth) of a matrix in rows; outputs behind the last are 0.
 template <class T>
 inline void pack_panel_of(const Matrix& m, int64_t row, int64_t from, int64_t depth, T* out) {
-  for (int64_t lane = 0; lane < kPanel; ++lane) {
-    T* to = out + place(m.type, lane);
-    if (row + lane < m.rows) {
-      const T* w = static_cast<const T*>(m.data) + (row + lane) * m.row_stride + from;
-      for (int64_t k = 0; k < depth; ++k) to[k * kPanel] = w[k];
-    } else {
-      for (int64_t k = 0; k < depth; ++k) to[k * kPanel] = 0;
-    }
+  const int64_t here = std::min(kPanel, m.rows - row);
+  const T* rows[kPanel];
+  for (int64_t i = 0; i < here; ++i)
+    rows[i] = static_cast<const T*>(m.data) + (row + i) * m.row_stride + from;
+  if constexpr (sizeof(T) == 4) {
+    interleave(rows, here, depth, out, kPanel);
+  } else {
+    for (int64_t i = 0; i < here; ++i)
+      for (int64_t k = 0; k < depth; ++k) out[k * kPanel + place(m.type, i)] = rows[i][k];
   }
+  for (int64_t i = here; i < kPanel; ++i)
+    for (int64_t k = 0; k < depth; ++k) out[k * kPanel + place(m.type, i)] = 0;
 }
 
 inline void pack_panel(const Matrix& m, int64_t row, int64_t from, int64_t depth, void* out) {
   if (m.type == kFloat32) pack_panel_of(m, row, from, depth, static_cast<float*>(out));
   else pack_panel_of(m, row, from, depth, static_cast<uint16_t*>(out));
-}
-
-inline void pack_inputs(int64_t tokens, int64_t columns, const float* const* x, float* out) {
-  for (int64_t t = 0; t < tokens; ++t)
-    for (int64_t k = 0; k < columns; ++k) out[k * tokens + t] = x[t][k];
 }
 
 // Tokens in tiles of nearly one size; tile i begins at token share(tokens, i, tiles).
@@ -89,7 +117,7 @@ inline void pack_tiles(const LinearPath& path, int64_t tokens, int64_t first, in
   const int tiles = int(tiles_of(path, tokens));
   for (int64_t i = first; i < last; ++i) {
     const int64_t t = share(tokens, int(i), tiles), end = share(tokens, int(i) + 1, tiles);
-    path.pack_inputs(end - t, columns, x + t, out + t * columns);
+    interleave(x + t, end - t, columns, out + t * columns, end - t);
   }
 }
 
@@ -112,9 +140,10 @@ inline void multiply_panels(const LinearPath& path, const Matrix& m, const float
   const auto panel_at = [&](int64_t p, int64_t k) {
     return static_cast<const uint8_t*>(m.data) + (p * k_all + k) * kPanel * bytes;
   };
-  const int64_t most_tiles = std::max<int64_t>(1, kInputFloats / (k_all * path.most));
-  for (int64_t group = 0; group < tiles; group += most_tiles) {
-    const int64_t group_end = std::min<int64_t>(tiles, group + most_tiles);
+  const int groups = int((tokens * k_all + kInputFloats - 1) / kInputFloats);
+  for (int g = 0; g < groups; ++g) {
+    const int64_t group = share(tiles, g, groups), group_end = share(tiles, g + 1, groups);
+    if (group == group_end) continue;
     const int64_t base = share(tokens, int(group), tiles);
     for (int64_t p = first; p < last;) {
       const bool pair = pairs && p + 2 <= last && (p + 2) * kPanel <= m.rows;
@@ -130,13 +159,18 @@ inline void multiply_panels(const LinearPath& path, const Matrix& m, const float
       do {
         const int64_t depth = std::min(depth_most, k_all - k);
         const void* panel = packed ? panel_at(p, k) : memory.panel.get();
-        if (!packed) path.pack_panel(m, n, k, depth, memory.panel.get());
+        const uint8_t* ahead = !packed ? memory.panel.get()
+                               : tiles == 1
+                                   ? panel_at(p, k) + kAheadBytes
+                                   : panel_at(p, k) + depth * kPanel * bytes;
+        const int64_t ahead_step = packed ? kPanel * bytes / (group_end - group) : 0;
+        if (!packed) pack_panel(m, n, k, depth, memory.panel.get());
         for (int64_t i = group; i < group_end; ++i) {
           const int64_t t = share(tokens, int(i), tiles), end = share(tokens, int(i) + 1, tiles);
           path.tile(m.type, end - t,
                     {panel, pair ? panel_at(p + 1, k) : nullptr, depth,
                      x + t * k_all + k * (end - t), start, sums + (t - token_zero) * stride, stride,
-                     k == 0});
+                     k == 0, ahead + (i - group) * depth * ahead_step, ahead_step});
         }
         k += depth;
       } while (k < k_all);

@@ -34,7 +34,7 @@ INLINE void load_step(const uint8_t* panel, Vector* w) {
 
 #include "linear_tile.h"
 
-constexpr LinearPath kPath{kMost, kPair, tile, pack_inputs, pack_panel, activate_here};
+constexpr LinearPath kPath{kMost, kPair, tile, activate_here};
 
 }  // namespace linear_avx2
 

@@ -33,6 +33,6 @@ INLINE void load_step(const uint8_t* panel, Vector* w) {
 #include "linear_tile.h"
 #pragma pop_macro("HOLD")
 
-constexpr LinearPath kPath{kMost, kPair, tile, pack_inputs, pack_panel, activate_here};
+constexpr LinearPath kPath{kMost, kPair, tile, activate_here};
 
 }  // namespace linear_portable

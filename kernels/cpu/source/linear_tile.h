@@ -13,8 +13,13 @@ static void tile_of(const Tile& a) {
   const int64_t step = kPanel * (Type == kFloat32 ? 4 : 2);
   const uint8_t* panel = static_cast<const uint8_t*>(a.panel);
   const uint8_t* second = static_cast<const uint8_t*>(a.second);
+  const uint8_t* ahead = a.ahead;
   const float* x = a.x;
-  for (int64_t k = 0; k < a.depth; ++k, panel += step, x += M) {
+  for (int64_t k = 0; k < a.depth; ++k, panel += step, ahead += a.ahead_step, x += M) {
+    for (int64_t line = 0; line < step; line += 64) {
+      __builtin_prefetch(ahead + line);
+      if (P == 2) __builtin_prefetch(second + (ahead - panel) + line);
+    }
     Vector w[P * kVectors];
     load_step<Type>(panel, w);
     if constexpr (P == 2) {

@@ -78,8 +78,8 @@ struct PlainCall {
               path.activate(l.activation, l.inner, gate, gate + l.inner,
                             hidden[size_t(part)] + s * l.inner);
             }
-            path.pack_inputs(here, l.inner, active[size_t(part)].data(),
-                             packed + (at + t) * l.inner);
+            interleave(active[size_t(part)].data(), here, l.inner, packed + (at + t) * l.inner,
+                       here);
           }
         });
         each([&](const Run& r, int64_t at) {
