@@ -135,24 +135,24 @@ struct AttentionMemory {
   Buffer<float> sums;     // [rows, width], weighted values
   Buffer<float> weights;  // [rows, 16], sums of weights, by lane
   Buffer<float> most;     // [rows], largest score so far
-  Buffer<float> zeros;    // [head_dim]
   AttentionMemory(const KvShape& shape, int64_t rows)
       : keys(shape.head_dim * kKeys),
         values(kKeys * width(shape)),
         queries(rows * shape.head_dim),
         sums(rows * width(shape)),
         weights(rows * 16),
-        most(rows),
-        zeros(width(shape)) {
-    std::memset(zeros.get(), 0, size_t(width(shape)) * sizeof(float));
+        most(rows) {
     std::memset(values.get(), 0, size_t(kKeys * width(shape)) * sizeof(float));
   }
   static int64_t width(const KvShape& shape) { return (shape.head_dim + 15) / 16 * 16; }
 };
 
-// Queries of rows [first, last) of the batch, all of one sequence, for one head of keys.
+// Queries of rows [first, last) of the batch, all of one sequence, for some heads of keys.
 struct AttentionTask {
-  int64_t sequence, first, last, kv_head;
+  int64_t sequence, first, last, first_head, last_head;
+  int64_t position(const KvStep& step) const {
+    return step.starts[sequence] + first - step.first[sequence];
+  }
 };
 
 struct AttentionCall {
@@ -163,31 +163,69 @@ struct AttentionCall {
   float scale;           // of a product of query and key, times log2 e
 };
 
+// Where the tokens [begin, end) of a block of keys lie.
+struct TokensOfBlock {
+  int64_t begin = 0, end = 0;
+  const uint8_t* at[kKeys];
+
+  void find(const AttentionCall& call, int64_t sequence, int64_t block, int64_t from, int64_t to) {
+    begin = from > block ? from - block : 0;
+    end = to - block < kKeys ? to - block : kKeys;
+    for (int64_t k = begin; k < end; ++k) at[k] = token_at(call.step, call.shape, sequence, block + k);
+  }
+
+  // The block after this one, or the first one of the task that probably comes next.
+  void find_next(const AttentionCall& call, const AttentionTask& task, int64_t block, int64_t stop,
+                 const AttentionTask* next) {
+    begin = end = 0;
+    if (block < stop) return find(call, task.sequence, block, block, stop);
+    if (!next) return;
+    const int64_t position = next->position(call.step), seen = call.shape.first_seen(position);
+    find(call, next->sequence, seen / kKeys * kKeys, seen, position + next->last - next->first);
+  }
+
+  // Lines of one head on their way to the cache, while other tokens are worked on.
+  void fetch(const KvShape& shape, int64_t kv_head) const {
+    const int64_t bytes = shape.head_dim * shape.number_bytes(), behind = shape.kv_heads * bytes;
+    for (int64_t k = begin; k < end; ++k)
+      for (int64_t b = 0; b < bytes; b += 64) {
+        __builtin_prefetch(at[k] + kv_head * bytes + b);
+        __builtin_prefetch(at[k] + kv_head * bytes + behind + b);
+      }
+  }
+};
+
 struct AttentionPath {
-  void (*attend)(const AttentionCall& call, const AttentionTask& task, AttentionMemory& memory);
+  void (*attend)(const AttentionCall& call, const AttentionTask& task, const AttentionTask* next,
+                 AttentionMemory& memory);
 };
 
 inline void attend_all(const AttentionPath& path, const AttentionCall& call, int threads) {
-  const int64_t group = call.shape.group();
-  const int64_t most = kChunkRows / group > 1 ? kChunkRows / group : 1;
+  const KvShape& shape = call.shape;
+  const int64_t group = shape.group(), most = kChunkRows / group > 1 ? kChunkRows / group : 1;
   std::vector<AttentionTask> tasks;
-  int64_t longest = 1;
+  int64_t rows = 1;
   for (int64_t s = 0; s < call.step.sequences; ++s)
     for (int64_t row = call.step.first[s]; row < call.step.first[s + 1]; row += most) {
       const int64_t end = call.step.first[s + 1] - row < most ? call.step.first[s + 1] : row + most;
-      longest = end - row > longest ? end - row : longest;
-      for (int64_t h = 0; h < call.shape.kv_heads; ++h) tasks.push_back({s, row, end, h});
+      // Few queries: all heads together, so that tokens are read from end to end.
+      const bool together =
+          threads == 1 && (end - row) * shape.heads <= kChunkRows;
+      const int64_t heads = together ? shape.kv_heads : 1, here = (end - row) * group * heads;
+      rows = here > rows ? here : rows;
+      for (int64_t h = 0; h < shape.kv_heads; h += heads) tasks.push_back({s, row, end, h, h + heads});
     }
   const int64_t count = int64_t(tasks.size());
   const int workers = count < threads ? int(count) : threads;
   if (!workers) return;
   std::vector<AttentionMemory> memory;
   memory.reserve(size_t(workers));
-  for (int i = 0; i < workers; ++i) memory.emplace_back(call.shape, longest * group);
+  for (int i = 0; i < workers; ++i) memory.emplace_back(shape, rows);
   std::atomic<int64_t> next{0};
   in_parallel(workers, [&](int part) {
     for (int64_t i; (i = next.fetch_add(1)) < count;)
-      path.attend(call, tasks[size_t(i)], memory[size_t(part)]);
+      path.attend(call, tasks[size_t(i)], i + 1 < count ? &tasks[size_t(i + 1)] : nullptr,
+                  memory[size_t(part)]);
   });
 }
 

@@ -52,6 +52,17 @@ INLINE Vector masked(Vector v, int64_t begin, int64_t end) {
                           _mm256_castsi256_ps(seen));
 }
 
+INLINE Vector load_raw(const uint8_t* at) {
+  return _mm256_loadu_ps(reinterpret_cast<const float*>(at));
+}
+INLINE Vector low_half(Vector v) {
+  return _mm256_castsi256_ps(_mm256_slli_epi32(_mm256_castps_si256(v), 16));
+}
+INLINE Vector high_half(Vector v) {
+  const __m256i kept = _mm256_set1_epi32(int32_t(0xffff0000));
+  return _mm256_castsi256_ps(_mm256_and_si256(_mm256_castps_si256(v), kept));
+}
+
 template <int32_t Type>
 INLINE Vector load_as(const uint8_t* at) {
   if constexpr (Type == kStoredFloat32) return _mm256_loadu_ps(reinterpret_cast<const float*>(at));

@@ -45,6 +45,15 @@ INLINE Vector masked(Vector v, int64_t begin, int64_t end) {
   return _mm512_mask_blend_ps(seen, _mm512_set1_ps(-std::numeric_limits<float>::infinity()), v);
 }
 
+INLINE Vector load_raw(const uint8_t* at) { return _mm512_loadu_ps(at); }
+INLINE Vector low_half(Vector v) {
+  return _mm512_castsi512_ps(_mm512_slli_epi32(_mm512_castps_si512(v), 16));
+}
+INLINE Vector high_half(Vector v) {
+  const __m512i kept = _mm512_set1_epi32(int32_t(0xffff0000));
+  return _mm512_castsi512_ps(_mm512_and_si512(_mm512_castps_si512(v), kept));
+}
+
 template <int32_t Type>
 INLINE Vector load_as(const uint8_t* at) {
   if constexpr (Type == kStoredFloat32) return _mm512_loadu_ps(at);

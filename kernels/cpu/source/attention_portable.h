@@ -68,6 +68,10 @@ inline float widen(const uint8_t* at) {
   return value;
 }
 
+inline Vector load_raw(const uint8_t* at) { return load(reinterpret_cast<const float*>(at)); }
+inline Vector low_half(Vector v) { return Vector(Integers(v) << 16); }
+inline Vector high_half(Vector v) { return Vector(Integers(v) & int32_t(0xffff0000)); }
+
 template <int32_t Type>
 inline Vector load_as(const uint8_t* at) {
   if constexpr (Type == kStoredFloat32) return load(reinterpret_cast<const float*>(at));

@@ -1,7 +1,8 @@
 // The body of attention, for the vectors of the namespace that includes this file (no #pragma
 // once): Vector of kLanes floats; kRows rows and kGroup vectors make a tile; zero(), load(),
 // store(), broadcast(), add(), multiply(), fma(), maximum(), largest(), exp2_of(), masked(),
-// load_as<type>(), widen<type>(), transpose().
+// load_raw(), load_as<type>(), widen<type>(), transpose(),
+// low_half(), high_half() (bfloat16 in a lane as float).
 
 // scores[R, N vectors] of R rows with N vectors of keys: a chain of products for each key.
 template <int R, int N>
@@ -145,54 +146,57 @@ static void tile_rows(int64_t rows, const TileOfRows& a) {
   tile_of<R>(a);
 }
 
-// Keys and values of tokens [from, to) of one block into memory, as float32; keys transposed.
+// 16-bit keys of kLanes tokens, two numbers in a lane: half the vectors to transpose.
 template <int32_t Type>
-static void pack(const AttentionCall& call, const AttentionTask& task, AttentionMemory& memory,
-                 int64_t block, int64_t from, int64_t to) {
+static int64_t pack_pairs(const uint8_t* const* at, int64_t offset, int64_t depth, float* keys) {
+  int64_t i = 0;
+  if constexpr (Type == kStoredBfloat16)
+    for (; i + 2 * kLanes <= depth; i += 2 * kLanes) {
+      Vector v[kLanes];
+#pragma GCC unroll 16
+      for (int j = 0; j < kLanes; ++j) v[j] = load_raw(at[j] + offset + 2 * i);
+      transpose(v);
+#pragma GCC unroll 16
+      for (int j = 0; j < kLanes; ++j) {
+        store(keys + (i + 2 * j) * kKeys, low_half(v[j]));
+        store(keys + (i + 2 * j + 1) * kKeys, high_half(v[j]));
+      }
+    }
+  return i;
+}
+
+// Keys and values of tokens [begin, end) of a block into memory, as float32; keys transposed.
+template <int32_t Type>
+static void pack(const KvShape& shape, int64_t kv_head, const TokensOfBlock& tokens,
+                 AttentionMemory& memory) {
   constexpr int64_t bytes = Type == kStoredFloat32 ? 4 : 2;
-  const KvShape& shape = call.shape;
   const int64_t depth = shape.head_dim, width = AttentionMemory::width(shape);
-  const int64_t head = task.kv_head * depth * bytes, behind = shape.kv_heads * depth * bytes;
-  const uint8_t* at[kKeys];
-  const uint8_t* none = reinterpret_cast<const uint8_t*>(memory.zeros.get());
-  const int64_t begin = from - block, end = to - block;
-  const int64_t low = begin / kLanes * kLanes, high = (end + kLanes - 1) / kLanes * kLanes;
-  for (int64_t k = low; k < high; ++k)
-    at[k] = k < begin || k >= end ? none
-                                  : token_at(call.step, shape, task.sequence, block + k) + head;
-  for (int64_t k = low; k < high; k += kLanes) {
-    int64_t i = 0;
+  const int64_t head = kv_head * depth * bytes, behind = shape.kv_heads * depth * bytes;
+  const int64_t low = tokens.begin / kLanes * kLanes;
+  for (int64_t k = low; k < tokens.end; k += kLanes) {
+    const uint8_t* at[kLanes];  // a token that is not there lends its place to one that is
+    for (int64_t j = 0; j < kLanes; ++j)
+      at[j] = tokens.at[k + j < tokens.begin ? tokens.begin
+                                             : k + j < tokens.end ? k + j : tokens.end - 1];
+    int64_t i = pack_pairs<Type>(at, head, depth, memory.keys + k);
     for (; i + kLanes <= depth; i += kLanes) {
       Vector v[kLanes];
 #pragma GCC unroll 16
-      for (int j = 0; j < kLanes; ++j) v[j] = load_as<Type>(at[k + j] + i * bytes);
+      for (int j = 0; j < kLanes; ++j) v[j] = load_as<Type>(at[j] + head + i * bytes);
       transpose(v);
 #pragma GCC unroll 16
       for (int j = 0; j < kLanes; ++j) store(memory.keys + (i + j) * kKeys + k, v[j]);
     }
     for (; i < depth; ++i)
       for (int j = 0; j < kLanes; ++j)
-        memory.keys[i * kKeys + k + j] = widen<Type>(at[k + j] + i * bytes);
+        memory.keys[i * kKeys + k + j] = widen<Type>(at[j] + head + i * bytes);
   }
-  for (int64_t k = begin; k < end; ++k) {
+  for (int64_t k = tokens.begin; k < tokens.end; ++k) {
+    const uint8_t* from = tokens.at[k] + head + behind;
     float* value = memory.values + k * width;
     int64_t i = 0;
-    for (; i + kLanes <= depth; i += kLanes)
-      store(value + i, load_as<Type>(at[k] + behind + i * bytes));
-    for (; i < depth; ++i) value[i] = widen<Type>(at[k] + behind + i * bytes);
-  }
-}
-
-// Lines of the tokens [from, to) on their way to the cache, while the block before is worked on.
-static void fetch(const AttentionCall& call, const AttentionTask& task, int64_t from, int64_t to) {
-  const KvShape& shape = call.shape;
-  const int64_t bytes = shape.head_dim * shape.number_bytes(), behind = shape.kv_heads * bytes;
-  for (int64_t t = from; t < to; ++t) {
-    const uint8_t* at = token_at(call.step, shape, task.sequence, t) + task.kv_head * bytes;
-    for (int64_t b = 0; b < bytes; b += 64) {
-      __builtin_prefetch(at + b);
-      __builtin_prefetch(at + behind + b);
-    }
+    for (; i + kLanes <= depth; i += kLanes) store(value + i, load_as<Type>(from + i * bytes));
+    for (; i < depth; ++i) value[i] = widen<Type>(from + i * bytes);
   }
 }
 
@@ -200,67 +204,76 @@ static void scaled_queries(const AttentionCall& call, const AttentionTask& task,
                            AttentionMemory& memory) {
   const int64_t depth = call.shape.head_dim, group = call.shape.group();
   float* to = memory.queries;
-  for (int64_t row = task.first; row < task.last; ++row) {
-    const float* from = call.queries + (row * call.shape.heads + task.kv_head * group) * depth;
-    for (int64_t i = 0; i < group * depth; ++i) to[i] = from[i] * call.scale;
-    to += group * depth;
-  }
+  for (int64_t h = task.first_head; h < task.last_head; ++h)
+    for (int64_t row = task.first; row < task.last; ++row) {
+      const float* from = call.queries + (row * call.shape.heads + h * group) * depth;
+      for (int64_t i = 0; i < group * depth; ++i) to[i] = from[i] * call.scale;
+      to += group * depth;
+    }
 }
 
 static void store_results(const AttentionCall& call, const AttentionTask& task,
                           const AttentionMemory& memory) {
   const int64_t depth = call.shape.head_dim, group = call.shape.group();
   const int64_t width = AttentionMemory::width(call.shape);
-  for (int64_t row = task.first; row < task.last; ++row)
-    for (int64_t g = 0; g < group; ++g) {
-      const int64_t here = (row - task.first) * group + g;
-      float total = 0.0f;
-      for (int j = 0; j < kLanes; ++j) total += memory.weights[here * 16 + j];
-      const float* sums = memory.sums + here * width;
-      float* to = call.out + (row * call.shape.heads + task.kv_head * group + g) * depth;
-      // + 0: keys that a row does not see have weight 0 and may turn the sign of a zero.
-      for (int64_t i = 0; i < depth; ++i) to[i] = sums[i] / total + 0.0f;
-    }
+  int64_t here = 0;
+  for (int64_t h = task.first_head; h < task.last_head; ++h)
+    for (int64_t row = task.first; row < task.last; ++row)
+      for (int64_t g = 0; g < group; ++g, ++here) {
+        float total = 0.0f;
+        for (int j = 0; j < kLanes; ++j) total += memory.weights[here * 16 + j];
+        const float* sums = memory.sums + here * width;
+        float* to = call.out + (row * call.shape.heads + h * group + g) * depth;
+        // + 0: keys that a row does not see have weight 0 and may turn the sign of a zero.
+        for (int64_t i = 0; i < depth; ++i) to[i] = sums[i] / total + 0.0f;
+      }
 }
 
 template <int32_t Type>
 static void attend_stored(const AttentionCall& call, const AttentionTask& task,
-                          AttentionMemory& memory) {
+                          const AttentionTask* next, AttentionMemory& memory) {
   const KvShape& shape = call.shape;
   const int64_t group = shape.group(), rows = (task.last - task.first) * group;
+  const int64_t all_rows = rows * (task.last_head - task.first_head);
   const int64_t width = AttentionMemory::width(shape);
-  const int64_t position =
-      call.step.starts[task.sequence] + task.first - call.step.first[task.sequence];
-  const int64_t seen = shape.first_seen(position), stop = position + task.last - task.first;
+  const int64_t position = task.position(call.step), seen = shape.first_seen(position);
+  const int64_t stop = position + task.last - task.first;
   scaled_queries(call, task, memory);
-  std::memset(memory.sums.get(), 0, size_t(rows * width) * sizeof(float));
-  std::memset(memory.weights.get(), 0, size_t(rows * 16) * sizeof(float));
-  for (int64_t r = 0; r < rows; ++r) memory.most[r] = -std::numeric_limits<float>::infinity();
+  std::memset(memory.sums.get(), 0, size_t(all_rows * width) * sizeof(float));
+  std::memset(memory.weights.get(), 0, size_t(all_rows * 16) * sizeof(float));
+  for (int64_t r = 0; r < all_rows; ++r) memory.most[r] = -std::numeric_limits<float>::infinity();
+  TokensOfBlock tokens, following;
+  following.find(call, task.sequence, seen / kKeys * kKeys, seen, stop);
   for (int64_t block = seen / kKeys * kKeys; block < stop; block += kKeys) {
-    const int64_t end = block + kKeys < stop ? block + kKeys : stop;
-    pack<Type>(call, task, memory, block, block > seen ? block : seen, end);
-    fetch(call, task, end, end + kKeys < stop ? end + kKeys : stop);
-    for (int64_t row = 0; row < rows; row += kRows) {
-      const int64_t count = rows - row < kRows ? rows - row : kRows;
-      int64_t row_begin[kRows], row_end[kRows];
-      for (int64_t r = 0; r < count; ++r) {
-        const int64_t at = position + (row + r) / group;
-        row_begin[r] = within_block(shape.first_seen(at) - block);
-        row_end[r] = within_block(at + 1 - block);
+    tokens = following;
+    following.find_next(call, task, block + kKeys, stop, next);
+    for (int64_t h = task.first_head; h < task.last_head; ++h) {
+      pack<Type>(shape, h, tokens, memory);
+      following.fetch(shape, h);
+      const int64_t above = (h - task.first_head) * rows;
+      for (int64_t row = 0; row < rows; row += kRows) {
+        const int64_t count = rows - row < kRows ? rows - row : kRows;
+        int64_t row_begin[kRows], row_end[kRows];
+        for (int64_t r = 0; r < count; ++r) {
+          const int64_t at = position + (row + r) / group;
+          row_begin[r] = within_block(shape.first_seen(at) - block);
+          row_end[r] = within_block(at + 1 - block);
+        }
+        const int64_t first = row_begin[0], last = row_end[count - 1];  // both ascend
+        if (first < last)
+          tile_rows<kRows>(
+              count, {memory, shape.head_dim, width, above + row, first, last, row_begin, row_end});
       }
-      const int64_t first = row_begin[0], last = row_end[count - 1];  // both ascend
-      if (first < last)
-        tile_rows<kRows>(
-            count, {memory, shape.head_dim, width, row, first, last, row_begin, row_end});
     }
   }
   store_results(call, task, memory);
 }
 
-static void attend(const AttentionCall& call, const AttentionTask& task, AttentionMemory& memory) {
+static void attend(const AttentionCall& call, const AttentionTask& task, const AttentionTask* next,
+                   AttentionMemory& memory) {
   switch (call.shape.type) {
-    case kStoredFloat32: return attend_stored<kStoredFloat32>(call, task, memory);
-    case kStoredBfloat16: return attend_stored<kStoredBfloat16>(call, task, memory);
-    default: return attend_stored<kStoredFloat16>(call, task, memory);
+    case kStoredFloat32: return attend_stored<kStoredFloat32>(call, task, next, memory);
+    case kStoredBfloat16: return attend_stored<kStoredBfloat16>(call, task, next, memory);
+    default: return attend_stored<kStoredFloat16>(call, task, next, memory);
   }
 }
