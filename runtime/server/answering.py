@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-import asyncio
+import time
 
 from starlette.types import Receive, Send
 
@@ -77,18 +77,17 @@ class Answering:
             ClientGoneError: If nobody is there to be answered.
         """
         engine = self._front.require_open()
-        loop = asyncio.get_running_loop()
         prefix = f"{self._call.request_id}-{self._front.next_number()}"
         flow = Flow(engine, self._job.make_sequences(prefix), receive)
         with self._front.under_way(flow):
             try:
-                flow.start(self._call.deadline_s)
+                flow.start(self._call.left_s())
                 await (self._stream if self._job.stream else self._whole)(flow, send)
             except ClientGoneError:
-                self._count_unfinished("abort", loop.time())
+                self._count_unfinished("abort", time.monotonic())
                 raise
             except ApiError as error:
-                self._count_unfinished("abort" if flow.halted else "error", loop.time())
+                self._count_unfinished("abort" if flow.halted else "error", time.monotonic())
                 self._call.notes["error"] = error.code or error.message[:200]
                 raise
             finally:
@@ -119,9 +118,7 @@ class Answering:
         if failure is not None:
             # As vLLM ends such a stream: an event with the error object, then [DONE].
             await send({"type": "http.response.body", "body": error_event(failure) + DONE})
-            self._count_unfinished(
-                "abort" if flow.halted else "error", asyncio.get_running_loop().time()
-            )
+            self._count_unfinished("abort" if flow.halted else "error", time.monotonic())
             self._call.notes["error"] = failure.code or failure.message[:200]
             return
         end = DONE
@@ -189,7 +186,7 @@ class Answering:
             return None
         if event.finish_reason in ("error", "abort"):
             raise self._failed(event, has_begun=state.has_begun)
-        now = asyncio.get_running_loop().time()
+        now = time.monotonic()
         if not state.has_begun:
             self._place.started(len(self._job.prompt_of(index).tokens))
             if self._unfinished == len(self._choices):

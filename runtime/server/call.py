@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import math
 import re
+import time
 import uuid
 from collections.abc import Mapping
 from dataclasses import dataclass, field
@@ -23,7 +24,7 @@ class Call:
         route: Path with its parameters as names; ``other`` for unknown ones.
         method: Of HTTP.
         headers: Names in small letters; of several with one name the last.
-        arrived_s: On the event loop's clock.
+        arrived_s: On the monotonic clock; the event loop's may be coarse.
         timeout_s: Until its answer must be done.
         notes: For the log: counts, reasons.
     """
@@ -37,10 +38,9 @@ class Call:
     path_params: Mapping[str, Any] = field(default_factory=dict)
     notes: dict[str, Any] = field(default_factory=dict)
 
-    @property
-    def deadline_s(self) -> float:
-        """On the event loop's clock."""
-        return self.arrived_s + self.timeout_s
+    def left_s(self) -> float:
+        """Seconds until its answer must be done; never negative."""
+        return max(0.0, self.arrived_s + self.timeout_s - time.monotonic())
 
 
 def request_id_of(headers: Mapping[bytes, bytes]) -> str:

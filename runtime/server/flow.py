@@ -45,14 +45,14 @@ class Flow:
         self._timer: asyncio.TimerHandle | None = None
         self.halted: Halt | None = None
 
-    def start(self, deadline: float) -> None:
+    def start(self, timeout_s: float) -> None:
         """Submit everything.
 
         Args:
-            deadline: On the event loop's clock.
+            timeout_s: Until all of it must be done.
         """
         loop = asyncio.get_running_loop()
-        self._timer = loop.call_at(deadline, self.halt, Halt.TIMEOUT)
+        self._timer = loop.call_later(timeout_s, self.halt, Halt.TIMEOUT)
         self._watcher = loop.create_task(self._watch())
         for index in range(len(self._sequences)):
             self._pumps[index] = loop.create_task(self._pump(index))

@@ -19,6 +19,8 @@ from runtime.server.writer import Writer
 
 _INLINE_BYTES = 2048
 """Bodies up to this size cost less to tokenize than the way to a thread and back."""
+_SLOW_FIELDS = (b"guided_", b"structured_outputs", b"response_format")
+"""A grammar is compiled to see whether it can be; that may take a second."""
 
 Prepare = Callable[[bytes, str, ServerSettings, Tokenizing], tuple[Job, Writer]]
 
@@ -47,7 +49,7 @@ async def _generate(
     place = front.enter()
     try:
         arguments = (raw, call.request_id, front.settings, front.tokenizing)
-        if len(raw) <= inline_bytes:
+        if len(raw) <= inline_bytes and not any(name in raw for name in _SLOW_FIELDS):
             job, writer = prepare(*arguments)
         else:
             job, writer = await _before_deadline(front, call, prepare, arguments)
@@ -66,7 +68,7 @@ async def _before_deadline(
     arguments: tuple[bytes, str, ServerSettings, Tokenizing],
 ) -> tuple[Job, Writer]:
     try:
-        async with asyncio.timeout_at(call.deadline_s):
+        async with asyncio.timeout(call.left_s()):
             return await front.in_pool(prepare, *arguments)
     except TimeoutError:
         raise ApiError(

@@ -114,7 +114,7 @@ async def serve(
         SystemExit: If the address cannot be listened on.
     """
     app = make_app(settings)
-    server = DrainingServer(_config(app, settings, address), app.front)
+    server = DrainingServer(http_config(app, settings, address), app.front)
     opened: list[Opened] = []
 
     async def load() -> None:
@@ -175,7 +175,8 @@ def run_server(
         )
 
 
-def _config(app: App, settings: ServerSettings, address: Address) -> uvicorn.Config:
+def http_config(app: App, settings: ServerSettings, address: Address) -> uvicorn.Config:
+    """uvicorn's configuration: our protocol, no logs of its own but errors."""
     return uvicorn.Config(
         app,
         host=address.host,

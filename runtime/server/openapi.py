@@ -141,13 +141,10 @@ def _post(summary: str, body: str, answer: str, *, stream: bool = False) -> dict
     return {
         "post": {
             "summary": summary,
+            "description": "The header X-Request-Timeout holds the seconds until the answer must be"
+            " done, above 0; else 504.",
             "parameters": [
                 {"name": "X-Request-Id", "in": "header", "schema": _REQUEST_ID},
-                {
-                    "name": "X-Request-Timeout",
-                    "in": "header",
-                    "schema": {"type": "number", "exclusiveMinimum": 0, "maximum": 1e6},
-                },
             ],
             "requestBody": {
                 "required": True,

@@ -5,7 +5,6 @@ Pure ASGI: whatever wraps ``receive`` here would hide from the routes that a cli
 
 from __future__ import annotations
 
-import asyncio
 import hmac
 import time
 import uuid
@@ -66,7 +65,7 @@ class RequestScope:
             self._route_of(scope),
             scope["method"],
             headers,
-            asyncio.get_running_loop().time(),
+            time.monotonic(),
             settings.request_timeout_s,
         )
         status = 0
@@ -126,7 +125,7 @@ class RequestScope:
 
     def _record(self, call: Call, status: int, started_ns: int) -> None:
         self._front.metrics.http[call.route, status] += 1
-        seconds = asyncio.get_running_loop().time() - call.arrived_s
+        seconds = time.monotonic() - call.arrived_s
         notes: dict[str, Any] = {
             "request_id": call.request_id,
             "method": call.method,

@@ -66,7 +66,10 @@ async def models(front: FrontEnd, call: Call, receive: Receive, send: Send) -> N
 
 async def model(front: FrontEnd, call: Call, receive: Receive, send: Send) -> None:
     """One name of the model."""
-    await send_json(send, _model(front, model_of(call.path_params["model"], front.settings)))
+    name = call.path_params["model"]
+    if not name:
+        raise ApiError(404, "The name of a model is missing.", code="model_not_found")
+    await send_json(send, _model(front, model_of(name, front.settings)))
 
 
 async def openapi(front: FrontEnd, call: Call, receive: Receive, send: Send) -> None:
