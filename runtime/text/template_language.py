@@ -22,6 +22,7 @@ class GenerationTag(jinja2.ext.Extension):
     tags = {"generation"}  # noqa: RUF012 - the base class declares it
 
     def parse(self, parser: jinja2.parser.Parser) -> list[nodes.Node]:
+        """The nodes between the tags, as if those were not there."""
         next(parser.stream)
         return parser.parse_statements(("name:endgeneration",), drop_needle=True)
 
@@ -57,6 +58,7 @@ class TemplateDict:
     """``dict`` without the type itself, whose attributes lead out of the sandbox."""
 
     def __call__(self, *args: Any, **kwargs: Any) -> dict[Any, Any]:
+        """``dict(...)``."""
         return dict(*args, **kwargs)
 
     def fromkeys(self, *args: Any) -> dict[Any, Any]:

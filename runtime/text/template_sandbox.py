@@ -42,9 +42,9 @@ _PADDING_METHODS = frozenset({"center", "ljust", "rjust", "zfill", "expandtabs"}
 _PADDING_FILTERS = frozenset({"center", "indent", "slice", "batch", "wordwrap", "truncate"})
 # They hand on or count what they get; the others make a text of it.
 _STRUCTURAL_FILTERS = frozenset(
-    ("attr", "batch", "count", "d", "default", "dictsort", "first", "groupby", "items", "last")
-    + ("length", "list", "map", "max", "min", "random", "reject", "rejectattr", "reverse")
-    + ("select", "selectattr", "slice", "sort", "sum", "unique")
+    {"attr", "batch", "count", "d", "default", "dictsort", "first", "groupby", "items", "last"}
+    | {"length", "list", "map", "max", "min", "random", "reject", "rejectattr", "reverse"}
+    | {"select", "selectattr", "slice", "sort", "sum", "unique"}
 )
 
 
