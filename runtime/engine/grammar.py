@@ -20,6 +20,7 @@ from llguidance import LLMatcher, LLParserLimits, LLTokenizer
 from tokenizers import Tokenizer
 
 from runtime.engine.frames import Grammar
+from runtime.engine.grammar_check import MAX_CHECK_CPU_S, compiles_in_time, may_be_costly
 
 if TYPE_CHECKING:
     from llguidance._lib import JsonCompileOptions
@@ -167,7 +168,9 @@ def _source(grammar: Grammar) -> str:
     if grammar.kind == "regex":
         return str(LLMatcher.grammar_from_regex(grammar.text))
     if grammar.kind == "lark":
-        return str(LLMatcher.grammar_from_lark(grammar.text))
+        source = str(LLMatcher.grammar_from_lark(grammar.text))
+        # Schemas can be written inside.
+        return _checked(source, grammar) if "%json" in grammar.text else source
     value = _parsed(grammar)
     if grammar.kind == "choice":
         return _choice_source(value)
@@ -175,7 +178,17 @@ def _source(grammar: Grammar) -> str:
         return _json_source({})
     if not isinstance(value, dict):
         raise GrammarError("grammar (json_schema): wanted is a JSON object, or true for any JSON")
-    return _json_source(value)
+    source = _json_source(value)
+    return _checked(source, grammar) if may_be_costly(grammar.text, value) else source
+
+
+def _checked(source: str, grammar: Grammar) -> str:
+    if compiles_in_time(source):
+        return source
+    raise GrammarError(
+        f"grammar ({grammar.kind}): takes more than {MAX_CHECK_CPU_S} s to compile; "
+        "use fewer patterns and lengths for one string"
+    )
 
 
 def _json_source(schema: dict[str, object]) -> str:

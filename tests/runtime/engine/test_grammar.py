@@ -315,6 +315,27 @@ def test_a_grammar_that_is_too_costly_to_compile_is_refused(grammar: Grammar) ->
 
 
 @pytest.mark.timeout(60)
+def test_patterns_that_would_be_intersected_for_ever_are_refused() -> None:
+    patterns = [{"type": "string", "pattern": f".*{i}.*"} for i in range(30)]
+    schema = json.dumps({"allOf": patterns})
+    for grammar in (Grammar("json_schema", schema), Grammar("lark", f"start: %json {schema}")):
+        with pytest.raises(GrammarError, match="more than 2 s to compile"):
+            COMPILER.compile(grammar)
+
+
+def test_many_patterns_of_separate_strings_are_no_trouble() -> None:
+    schema = {
+        "type": "object",
+        "properties": {f"p{i}": {"type": "string", "pattern": f"^[a-f]{{{i}}}$"} for i in range(9)},
+        "required": [f"p{i}" for i in range(9)],
+        "additionalProperties": False,
+    }
+    tokens, last = random_answer(Grammar("json_schema", json.dumps(schema)), 1)
+    assert last.finish == "stop", last.error
+    jsonschema.validate(json.loads(TOKENIZER.decode(tokens)), schema)
+
+
+@pytest.mark.timeout(60)
 @pytest.mark.parametrize(
     "pattern",
     [
