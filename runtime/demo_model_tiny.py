@@ -28,7 +28,10 @@ CHAT_TEMPLATE = (
     "{% for message in messages %}<|im_start|>{{ message['role'] }}\n{{ message['content'] }}"
     "<|im_end|>\n{% endfor %}{% if add_generation_prompt %}<|im_start|>assistant\n{% endif %}"
 )
-_SAMPLE = "the quick brown fox jumps over the lazy dog and the answer of the model is a word "
+_SAMPLE = (
+    "the quick brown fox jumps over the lazy dog while some other words are there to be merged:"
+    " a model of the world has layers, experts, tokens and a long memory of what was said before "
+)
 _NORMS = ("input_layernorm", "post_attention_layernorm")
 _CLASSES = {
     "qwen2_moe": "Qwen2MoeForCausalLM",
