@@ -65,7 +65,11 @@ class Prefixes:
         """Loads and saves that have ended."""
         if self._prefix is None:
             return
-        self._prefix.poll_saves()
+        for saved in self._prefix.poll_saves():
+            sequence = sequences.get(saved.sequence)
+            if sequence is not None:  # what did not get there is saved another time
+                reached = saved.first_block + saved.blocks
+                sequence.saved_blocks = min(sequence.saved_blocks, reached)
         for loaded in self._prefix.poll_loads():
             sequence = sequences.get(loaded.sequence)
             if sequence is None:
