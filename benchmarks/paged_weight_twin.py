@@ -25,6 +25,7 @@ import simpy
 
 from models.scenario_file import parse_paged_weight
 from models.streams import stream
+from models.workload import OpenLoopRequests, resolve_workload
 from traces.whole_file import write_whole
 from twin.clock import call_at, cyclic_collector_off
 from twin.paged_weight_engine import PagedWeightEngine
@@ -32,7 +33,6 @@ from twin.paged_weight_log import PagedWeightRun
 from twin.paged_weight_model import PagedWeightModel, build_model
 from twin.paged_weight_moving import MovingWeights
 from twin.paged_weight_weights import FixedWeights
-from twin.workload import OpenLoopRequests, resolve_workload
 
 RESULTS = Path(__file__).parent / "results" / "paged_weight_twin.json"
 GOAL_STEPS, GOAL_S = 100_000, 60.0

@@ -22,9 +22,9 @@ import numpy as np
 
 from models.prefix_costs import MISTRAL_7B_ON_A100, PrefixCosts, TierSpeed
 from models.streams import stream
+from traces.environment import versions
 from traces.prefix_workloads import PrefixRequest, prefix_workload
 from traces.whole_file import write_whole
-from twin.environment import versions
 from twin.store.pool_cost import PoolRule, pool_cost
 
 NODES = 8

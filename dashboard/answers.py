@@ -14,10 +14,10 @@ import streamlit as st
 from dashboard.uploads import without_folder
 from models.scenario import Scenario
 from models.scenario_file import scenario_toml
+from models.workload import ResolvedWorkload, resolve_workload
 from models.workload_settings import Workload
 from twin.experiment import OnProgress, run_experiment
 from twin.theory import solve_theory, theory_summary
-from twin.workload import ResolvedWorkload, resolve_workload
 
 INPUT_ERRORS = (ValueError, MemoryError)
 """What a question can be refused with; readers, models and policies raise kinds of ValueError

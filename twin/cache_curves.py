@@ -14,12 +14,12 @@ from models.llm_catalog import load_llm
 from models.llm_shape import LlmShape
 from models.strict_tables import ScenarioError
 from policies.catalog import EVICTION
+from traces.environment import commit, versions
 from twin.cache_cells import BOUND, Cell, all_cell_hits
 from twin.cache_costs import BlockCosts, block_costs
 from twin.cache_requests import CacheRequests
 from twin.cache_sizes import DEFAULT_SIZES, CacheSize, resolve_sizes
 from twin.cache_workload import CacheWorkload
-from twin.environment import commit, versions
 from twin.progress import OnProgress
 
 DEFAULT_MODEL, DEFAULT_DEVICE, DEFAULT_MFU = "Llama-3.1-8B", "A100-80", 0.5

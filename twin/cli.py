@@ -229,7 +229,7 @@ def _print_json(value: Any) -> None:
 
 def _print_version(is_wanted: bool) -> None:
     if is_wanted:
-        from twin.environment import versions
+        from traces.environment import versions
 
         sys.stdout.write(f"serving-twin {versions().get('serving-twin', '(not installed)')}\n")
         raise typer.Exit
@@ -373,9 +373,9 @@ def theory(
     as_json: JsonOption = False,
 ) -> None:
     """The closed forms alone, in under a second."""
+    from models.workload import resolve_workload
     from twin.report import make_console, print_report
     from twin.theory import solve_theory, theory_summary
-    from twin.workload import resolve_workload
 
     question = _scenario(scenario, trace, settings, skip_bad_rows=skip_bad_rows)
     workload = resolve_workload(question.workload, seed=question.run.seed)

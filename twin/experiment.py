@@ -9,9 +9,10 @@ from typing import Any
 from models.scenario import Scenario
 from models.scenario_file import scenario_tables
 from models.strict_tables import ScenarioError
+from models.workload import ResolvedWorkload, resolve_workload
 from traces.decisions import DecisionLog
+from traces.environment import commit, versions
 from traces.record import Columns
-from twin.environment import commit, versions
 from twin.faults import require_fits
 from twin.input_checksums import input_checksums
 from twin.kernel import is_available
@@ -21,7 +22,6 @@ from twin.simulation import Simulator, fault_events, simulated_ratios
 from twin.stages import StageInterval
 from twin.theory import Theory, solve_theory, theory_summary
 from twin.theory_warnings import kv_warning
-from twin.workload import ResolvedWorkload, resolve_workload
 
 OnProgress = Callable[[str, int, int], None]
 

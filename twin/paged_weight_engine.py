@@ -16,6 +16,7 @@ import numpy as np
 import simpy
 from simpy.events import Event
 
+from models.workload import OpenLoopRequests
 from policies.weight_page_history import Event as PageEvent
 from traces.decisions import DecisionLog
 from twin.clock import call_at, cyclic_collector_off
@@ -24,7 +25,6 @@ from twin.paged_weight_log import PagedWeightRun, Series, Totals
 from twin.paged_weight_model import PagedWeightModel
 from twin.paged_weight_moving import MovingWeights
 from twin.paged_weight_weights import FixedWeights, Weights
-from twin.workload import OpenLoopRequests
 
 NUM_SAMPLES = 1000
 IDLE_TICK_S = 0.02

@@ -13,11 +13,12 @@ from numpy.typing import NDArray
 from models.precision_settings import PagedWeightScenario, PrecisionPolicyName
 from models.scenario_file import scenario_tables
 from models.streams import stream
+from models.workload import ResolvedWorkload, resolve_workload, workload_summary
 from models.workload_settings import TraceArrivals
 from traces.decisions import DecisionLog
+from traces.environment import commit, versions
 from traces.record import Columns
 from traces.workloads import BUNDLED
-from twin.environment import commit, versions
 from twin.input_checksums import checksum
 from twin.paged_weight_damage import MANIFEST, SYNTHETIC
 from twin.paged_weight_engine import PagedWeightEngine, weights_of
@@ -33,7 +34,6 @@ from twin.paged_weight_summary import (
     unfit_summary,
 )
 from twin.paged_weight_weights import DoesNotFitError
-from twin.workload import ResolvedWorkload, resolve_workload, workload_summary
 
 OnProgress = Callable[[str, int, int], None]
 

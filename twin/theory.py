@@ -24,6 +24,7 @@ from models.attention_ffn import (
 from models.bundle import Bundle
 from models.calibration import Calibration, load_calibration
 from models.scenario import Scenario
+from models.workload import ResolvedWorkload, workload_summary
 from policies.catalog import PROVISIONING
 from policies.provisioning import (
     MAX_AUTO_RATIO,
@@ -34,7 +35,6 @@ from policies.provisioning import (
 )
 from traces.decisions import DecisionLog
 from twin.theory_warnings import theory_warnings
-from twin.workload import ResolvedWorkload, workload_summary
 
 DEFAULT_CALIBRATION = "deepseek-v3-ascend-910c"
 

@@ -14,6 +14,7 @@ from models.precision_settings import PagedWeightScenario, Planner
 from models.scenario_file import parse_paged_weight
 from models.streams import stream
 from models.weight_memory import other_bytes
+from models.workload import OpenLoopRequests, resolve_workload
 from policies.catalog import PRECISION
 from policies.weight_page_rules import check_history
 from traces.decisions import DecisionLog
@@ -27,7 +28,6 @@ from twin.paged_weight_moving import MovingWeights
 from twin.paged_weight_reads import ExpertReads
 from twin.paged_weight_weights import DoesNotFitError
 from twin.replay import replay_log
-from twin.workload import OpenLoopRequests, resolve_workload
 
 CONFIG = {
     "model_type": "mixtral",

@@ -15,6 +15,7 @@ from rich.console import Console
 from models.kv_bytes import kv_token_bytes
 from models.scenario_file import load_scenario, parse_paged_weight, read_toml
 from models.strict_tables import ScenarioError
+from models.workload import resolve_workload
 from traces.record import read_run
 from twin import cli
 from twin.paged_weight_engine import PagedWeightEngine, weights_of
@@ -24,7 +25,6 @@ from twin.paged_weight_plots import draw_paged_weight
 from twin.paged_weight_report import print_paged_weight
 from twin.paged_weight_summary import capacity, deployment_summary
 from twin.replay import replay_log
-from twin.workload import resolve_workload
 
 SCENARIO = Path(__file__).parents[2] / "scenarios" / "paged-weight.toml"
 SMALL = """

@@ -17,12 +17,12 @@ from models.kv_bytes import KvLayers
 from models.llm_catalog import load_llm
 from models.scenario_file import parse_paged_weight
 from models.weight_memory import other_bytes
+from models.workload import OpenLoopRequests
 from policies.weight_page_ledger import PageLedger
 from twin.paged_weight_cache import KvPages
 from twin.paged_weight_engine import IDLE_TICK_S, PagedWeightEngine, weights_of
 from twin.paged_weight_log import PagedWeightRun
 from twin.paged_weight_model import PagedWeightModel, build_model
-from twin.workload import OpenLoopRequests
 
 pytest.importorskip("torch")
 decode_loop = pytest.importorskip("runtime.decode_loop")

@@ -13,6 +13,7 @@ from models.attention_ffn import optimum, predict
 from models.calibration import fit_attention_ffn, save_calibration
 from models.scenario import Scenario
 from models.scenario_file import parse_scenario
+from models.workload import resolve_workload
 from traces.decisions import DecisionLog
 from twin.comparisons import not_worse_than_best
 from twin.experiment import run_experiment
@@ -20,7 +21,6 @@ from twin.replay import replay_log
 from twin.report import headline, how_sure, levels_table, percent, print_report, with_interval
 from twin.simulation import Simulator, simulated_ratios
 from twin.theory import Theory, solve_theory, theory_summary
-from twin.workload import resolve_workload
 
 GEOMETRIC = {"kind": "geometric", "prompt_tokens": 100, "mean_output_tokens": 500}
 

@@ -14,8 +14,8 @@ from models.scenario_file import scenario_tables
 from models.strict_tables import ScenarioError
 from policies.catalog import EVICTION
 from traces.decisions import DecisionLog
+from traces.environment import commit, versions
 from traces.record import Columns
-from twin.environment import commit, versions
 from twin.input_checksums import checksum
 from twin.store.cluster import PrefixCluster
 from twin.store.cluster_log import ClusterRun

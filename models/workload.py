@@ -44,11 +44,15 @@ class OpenLoopRequests:
     Attributes:
         arrival_s: [n] float64 seconds, non-decreasing.
         prompt_tokens, output_tokens: [n] int64.
+        trace: Whose rows they are, once its sessions have started; None where lengths were drawn.
+        row: [n] int64, row of the trace; each round through it counts on from 0.
     """
 
     arrival_s: NDArray[np.float64]
     prompt_tokens: NDArray[np.int64]
     output_tokens: NDArray[np.int64]
+    trace: Trace | None = None
+    row: NDArray[np.int64] | None = None
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -116,6 +120,8 @@ class ResolvedWorkload:
             arrival_s=started.arrival_s,
             prompt_tokens=started.prompt_tokens,
             output_tokens=started.output_tokens,
+            trace=started,
+            row=np.arange(len(started)),
         )
 
     def _as_recorded(self, rng: np.random.Generator, scale: float) -> OpenLoopRequests:
@@ -138,6 +144,8 @@ class ResolvedWorkload:
             arrival_s=times,
             prompt_tokens=self.trace.prompt_tokens[row],
             output_tokens=self.trace.output_tokens[row],
+            trace=self.trace,
+            row=row,
         )
 
 

@@ -3,16 +3,17 @@
 from __future__ import annotations
 
 import platform
+from collections.abc import Iterable
 from importlib import metadata
 from pathlib import Path
 
 PACKAGES = ("serving-twin", "simpy", "numpy", "scipy", "numba", "pyarrow")
 
 
-def versions() -> dict[str, str]:
+def versions(packages: Iterable[str] = PACKAGES) -> dict[str, str]:
     """Name -> version of what took part in a run; packages that are absent are left out."""
     found = {"python": platform.python_version()}
-    for name in PACKAGES:
+    for name in packages:
         try:
             found[name] = metadata.version(name)
         except metadata.PackageNotFoundError:
