@@ -10,7 +10,7 @@ from runtime.engine.frames import SequenceOutput
 from runtime.server.admission import Place
 from runtime.server.body_reading import ClientGoneError
 from runtime.server.call import Call
-from runtime.server.choice import Choice, Piece
+from runtime.server.choice import Choice, Piece, joined
 from runtime.server.engine_client import EngineGoneError
 from runtime.server.errors import ApiError, invalid
 from runtime.server.flow import Flow, Halt
@@ -95,11 +95,12 @@ class Answering:
                 await flow.close()
 
     async def _whole(self, flow: Flow, send: Send) -> None:
-        pieces: dict[int, Piece] = {}
+        pieces: list[list[Piece]] = [[] for _ in self._choices]
         while self._unfinished:
             for index, event in await self._next(flow):
-                self._merge(pieces, self._apply(flow, index, event))
-        ordered = [pieces[index] for index in range(len(self._choices))]
+                if (piece := self._apply(flow, index, event)) is not None:
+                    pieces[index].append(piece)
+        ordered = [joined(each) for each in pieces]
         usage = usage_of(self._job, self._choices)
         if self._front.settings.log_prompts:
             self._answer_text = [piece.text for piece in ordered]
@@ -136,8 +137,8 @@ class Answering:
     async def _next_bytes(self, flow: Flow) -> tuple[bytes, ApiError | None]:
         """Chunks of all that has come, and what ends the stream after them."""
         chunks: list[bytes] = []
-        pieces: dict[int, Piece] = {}
-        failure: ApiError | None = None
+        pieces: dict[int, list[Piece]] = {}
+        failure: ApiError | None
         try:
             for index, event in await self._next(flow):
                 choice = self._choices[index]
@@ -145,10 +146,17 @@ class Answering:
                 piece = self._apply(flow, index, event)
                 if is_first:
                     chunks.append(self._writer.begin(choice))
-                self._merge(pieces, piece)
+                if piece is not None:
+                    pieces.setdefault(index, []).append(piece)
+            failure = None
         except ApiError as error:
             failure = error
-        for index, piece in pieces.items():
+        except ClientGoneError:
+            raise
+        except Exception as error:
+            failure = self._lost(error)
+        for index, found in pieces.items():
+            piece = joined(found)
             if self._front.settings.log_prompts:
                 self._answer_text[index] += piece.text
             chunks.append(self._writer.chunk(piece, self._choices[index]))
@@ -201,20 +209,12 @@ class Answering:
             flow.end(index)
         return piece
 
-    def _merge(self, pieces: dict[int, Piece], piece: Piece | None) -> None:
-        if piece is None:
-            return
-        if piece.index in pieces:
-            pieces[piece.index].add(piece)
-        else:
-            pieces[piece.index] = piece
-
     def _lost(self, error: Exception) -> ApiError:
         if isinstance(error, EngineGoneError):
             return self._front.unavailable(
                 "engine_gone", "The engine ended before the answer was done."
             )
-        log().error("engine_client_error", request_id=self._call.request_id, exc_info=error)
+        log().error("answer_failed", request_id=self._call.request_id, exc_info=error)
         return ApiError(500, "The request failed inside the server.", code="internal_error")
 
     def _failed(self, output: SequenceOutput, *, has_begun: bool) -> ApiError:

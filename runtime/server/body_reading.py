@@ -72,7 +72,13 @@ class BodyReader:
 
     def _refuse_crowd(self) -> None:
         if self.held_bytes > self._settings.max_bodies_bytes:
-            raise ApiError(429, "Too many bytes of bodies are under way.", code="bodies_full")
+            wait_s = self._settings.retry_after_s
+            raise ApiError(
+                429,
+                "Too many bytes of bodies are under way.",
+                code="bodies_full",
+                headers={"Retry-After": str(wait_s)} if self._settings.return_retry_after else None,
+            )
 
 
 def _content_length(headers: Mapping[bytes, bytes]) -> int:

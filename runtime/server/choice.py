@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass, field
 
 from runtime.engine.frames import SequenceOutput, TokenLogprobs
@@ -31,18 +32,20 @@ class Piece:
     finish_reason: str | None = None
     stop_reason: str | int | None = None
 
-    @property
-    def is_empty(self) -> bool:
-        """Nothing a client could see."""
-        return not self.text and self.finish_reason is None
 
-    def add(self, later: Piece) -> None:
-        """Both in one."""
-        self.text += later.text
-        self.tokens += later.tokens
-        self.logprobs += later.logprobs
-        self.finish_reason = later.finish_reason
-        self.stop_reason = later.stop_reason
+def joined(pieces: Sequence[Piece]) -> Piece:
+    """Pieces of one answer, in order, as one."""
+    last = pieces[-1]
+    if len(pieces) == 1:
+        return last
+    return Piece(
+        last.index,
+        "".join([piece.text for piece in pieces]),
+        [token for piece in pieces for token in piece.tokens],
+        [entry for piece in pieces for entry in piece.logprobs],
+        last.finish_reason,
+        last.stop_reason,
+    )
 
 
 @dataclass(slots=True)

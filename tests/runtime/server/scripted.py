@@ -179,6 +179,7 @@ class RawCall:
         method: str = "POST",
         headers: Sequence[tuple[bytes, bytes]] = ((b"content-type", b"application/json"),),
         chunks: Iterable[bytes] | None = None,
+        root_path: str = "",
     ) -> None:
         self._app = app
         self._scope = {
@@ -188,7 +189,7 @@ class RawCall:
             "method": method,
             "path": path,
             "raw_path": path.encode(),
-            "root_path": "",
+            "root_path": root_path,
             "query_string": b"",
             "headers": list(headers),
             "client": ("test", 1),

@@ -122,6 +122,7 @@ async def test_bodies_under_way_are_limited_in_sum(build: Callable[..., App]) ->
         answer = await client.post("/v1/completions", content=b" " * 900, headers=headers)
         assert answer.status_code == 429
         assert answer.json()["error"]["code"] == "bodies_full"
+        assert answer.headers["retry-after"] == "1"
     await messages.put({"type": "http.disconnect"})
     await first
     assert app.front.reader.held_bytes == 0

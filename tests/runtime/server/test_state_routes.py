@@ -10,7 +10,7 @@ import pytest
 from runtime.server.app import App, make_app
 from runtime.server.settings import ServerSettings
 from runtime.text.tokenizer import TextTokenizer
-from tests.runtime.server.scripted import ScriptedEngine, client_of
+from tests.runtime.server.scripted import RawCall, ScriptedEngine, client_of
 
 pytestmark = pytest.mark.anyio
 Build = Callable[..., App]
@@ -84,6 +84,25 @@ async def test_browsers_of_other_origins_are_answered_as_the_operator_says(build
         error = await client.post("/v1/completions", headers=good)
         assert error.status_code == 401
         assert error.headers["access-control-allow-origin"] == "https://good.example"
+
+
+@pytest.mark.parametrize(
+    ("path", "status"),
+    [
+        ("/llm/health", 200),
+        ("/llm/v1/models", 401),
+        ("/llm/llm/health", 401),
+        ("/llmhealth", 401),
+        ("/llm", 401),
+    ],
+)
+async def test_routes_behind_a_proxy_are_found_and_guarded(
+    build: Build, path: str, status: int
+) -> None:
+    app = build(root_path="/llm", api_keys=("key",))
+    call = RawCall(app, path, b"", method="GET", root_path="/llm")
+    await call.ended()
+    assert call.status == status
 
 
 async def test_metrics_are_open_when_the_operator_says_so(build: Build) -> None:

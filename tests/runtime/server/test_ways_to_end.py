@@ -9,6 +9,7 @@ from typing import Any
 import pytest
 
 from runtime.server.app import App
+from runtime.text.tokenizer import TextTokenizer
 from tests.runtime.server.scripted import RawCall, ScriptedEngine, client_of, events_of
 
 pytestmark = pytest.mark.anyio
@@ -191,6 +192,20 @@ async def test_a_fault_of_the_program_is_500_without_its_words(
     assert answer.status_code == 500 and "secret" not in answer.text
     assert answer.json()["error"]["code"] == "internal_error"
     assert again.status_code == 200 and is_free(app, engine)
+
+
+async def test_a_fault_of_the_program_in_mid_stream_is_an_event_too(
+    build: Callable[..., App], engine: ScriptedEngine, text: TextTokenizer
+) -> None:
+    engine.script = lambda _: [*text.encode("ab"), -1]  # no tokenizer has such a token
+    app = build()
+    async with client_of(app) as client:
+        answer = await client.post("/v1/completions", json=ASK | {"stream": True})
+        whole = await client.post("/v1/completions", json=ASK)
+    *chunks, error, done = events_of(answer.content)
+    assert [chunk["choices"][0]["text"] for chunk in chunks] == ["a", "b"]
+    assert error["error"]["code"] == "internal_error" and done == "[DONE]"
+    assert whole.status_code == 500 and is_free(app, engine)
 
 
 async def test_a_slow_body_is_408(build: Callable[..., App], engine: ScriptedEngine) -> None:
