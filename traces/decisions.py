@@ -66,9 +66,14 @@ class DecisionLog:
     _deltas: ArrayDeltas = field(default_factory=ArrayDeltas, repr=False)
 
     @property
+    def num_calls(self) -> int:
+        """Calls kept."""
+        return len(self.decisions)
+
+    @property
     def is_full(self) -> bool:
         """Whether further calls are only counted."""
-        return len(self.decisions) >= self.max_calls
+        return self.num_calls >= self.max_calls
 
     def record(
         self,
@@ -97,9 +102,9 @@ class DecisionLog:
             key: self._deltas.encode(f"{policy}.{key}", array)
             for key, array in (arrays or {}).items()
         }
-        self.decisions.append(
+        self._keep(
             Decision(
-                n=len(self.decisions),
+                n=self.num_calls,
                 now=now,
                 policy=policy,
                 call=call,
@@ -108,32 +113,71 @@ class DecisionLog:
             )
         )
 
+    def _keep(self, decision: Decision) -> None:
+        self.decisions.append(decision)
+
     def to_bytes(self) -> bytes:
         """The log as gzipped JSON Lines; the same log gives the same bytes."""
         buffer = io.BytesIO()
         with gzip.GzipFile(fileobj=buffer, mode="wb", mtime=0) as stream:
-            header = {
-                "format": FORMAT,
-                "version": VERSION,
-                "policies": self.policies,
-                "calls": len(self.decisions),
-                "calls_left_out": self.calls_left_out,
-            }
-            stream.write(_line(header))
-            for d in self.decisions:
-                stream.write(
-                    _line(
-                        {
-                            "n": d.n,
-                            "now": d.now,
-                            "policy": d.policy,
-                            "call": d.call,
-                            "args": d.args,
-                            "orders": d.orders,
-                        }
-                    )
-                )
+            stream.write(_line(self._header()))
+            for decision in self.decisions:
+                stream.write(_line_of(decision))
         return buffer.getvalue()
+
+    def _header(self) -> dict[str, Any]:
+        return {
+            "format": FORMAT,
+            "version": VERSION,
+            "policies": self.policies,
+            "calls": self.num_calls,
+            "calls_left_out": self.calls_left_out,
+        }
+
+
+@dataclass(slots=True)
+class CompactDecisionLog(DecisionLog):
+    """The same for runs that last: calls are kept compressed, some fifty bytes each.
+
+    ``decisions`` stays empty. ``to_bytes`` may be asked at any time, and the log goes on.
+    """
+
+    _calls: int = 0
+    _done: bytearray = field(default_factory=bytearray, repr=False)
+    _compressor: Any = field(default_factory=lambda: _member(), repr=False)
+
+    @property
+    def num_calls(self) -> int:
+        """Calls kept."""
+        return self._calls
+
+    def to_bytes(self) -> bytes:
+        """The log as gzipped JSON Lines: one member for the header, others for the calls."""
+        self._done += self._compressor.flush()
+        self._compressor = _member()
+        return gzip.compress(_line(self._header()), mtime=0) + bytes(self._done)
+
+    def _keep(self, decision: Decision) -> None:
+        self._done += self._compressor.compress(_line_of(decision))
+        self._calls += 1
+
+
+def _member() -> Any:
+    """A gzip member that begins."""
+    return zlib.compressobj(6, zlib.DEFLATED, 16 + zlib.MAX_WBITS)
+
+
+def _line_of(decision: Decision) -> bytes:
+    return _line(
+        {
+            "n": decision.n,
+            "now": decision.now,
+            "policy": decision.policy,
+            "call": decision.call,
+            "args": decision.args,
+            "orders": decision.orders,
+        }
+    )
 
 
 def _line(value: Mapping[str, Any]) -> bytes:

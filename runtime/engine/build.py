@@ -38,7 +38,7 @@ from runtime.model.quantized_experts import QuantizedExperts
 from runtime.model.step import StepBatch
 from runtime.page_arena import PageArena
 from runtime.page_devices import CpuDevice
-from traces.decisions import DecisionLog
+from traces.decisions import CompactDecisionLog, DecisionLog
 
 KV_BYTES: Final = 1 << 30
 """KV memory where none is asked for, if a quarter of what is available is as much."""
@@ -57,7 +57,7 @@ def build_engine(settings: EngineSettings) -> EngineParts:
     model = load_model(
         settings.model, dtype=settings.dtype, device=settings.device, threads=settings.threads
     )
-    log = DecisionLog(max_calls=settings.decision_log_calls)
+    log = CompactDecisionLog(max_calls=settings.decision_log_calls)
     layers = model.spec.kv_layers
     page_bytes = settings.page_bytes or default_page_bytes(layers, model.dtype)
     try:

@@ -183,7 +183,7 @@ class EngineCore:
             moved_bytes_total=0 if report is None else report.moved_bytes,
             store={} if parts.prefix is None else parts.prefix.counters(),
             step_tokens=counts.take_step_tokens(),
-            decisions_logged=len(parts.log.decisions),
+            decisions_logged=parts.log.num_calls,
         )
 
     # --- boundary and schedule ---------------------------------------------------------------
