@@ -14,6 +14,7 @@ import typer
 
 from runtime.calibrate_command import calibrate
 from runtime.demo_model_command import demo_model
+from runtime.doctor_command import doctor
 from runtime.inspect_command import inspect
 from runtime.quantize_command import quantize
 from runtime.serve_command import serve
@@ -36,6 +37,7 @@ app.command()(calibrate)
 app.command()(quantize)
 app.command()(inspect)
 app.command(name="demo-model")(demo_model)
+app.command()(doctor)
 app.add_typer(store_app, name="store")
 
 
