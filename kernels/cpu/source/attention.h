@@ -171,33 +171,13 @@ struct TokensOfBlock {
   void find(const AttentionCall& call, int64_t sequence, int64_t block, int64_t from, int64_t to) {
     begin = from > block ? from - block : 0;
     end = to - block < kKeys ? to - block : kKeys;
-    for (int64_t k = begin; k < end; ++k) at[k] = token_at(call.step, call.shape, sequence, block + k);
-  }
-
-  // The block after this one, or the first one of the task that probably comes next.
-  void find_next(const AttentionCall& call, const AttentionTask& task, int64_t block, int64_t stop,
-                 const AttentionTask* next) {
-    begin = end = 0;
-    if (block < stop) return find(call, task.sequence, block, block, stop);
-    if (!next) return;
-    const int64_t position = next->position(call.step), seen = call.shape.first_seen(position);
-    find(call, next->sequence, seen / kKeys * kKeys, seen, position + next->last - next->first);
-  }
-
-  // Lines of one head on their way to the cache, while other tokens are worked on.
-  void fetch(const KvShape& shape, int64_t kv_head) const {
-    const int64_t bytes = shape.head_dim * shape.number_bytes(), behind = shape.kv_heads * bytes;
     for (int64_t k = begin; k < end; ++k)
-      for (int64_t b = 0; b < bytes; b += 64) {
-        __builtin_prefetch(at[k] + kv_head * bytes + b);
-        __builtin_prefetch(at[k] + kv_head * bytes + behind + b);
-      }
+      at[k] = token_at(call.step, call.shape, sequence, block + k);
   }
 };
 
 struct AttentionPath {
-  void (*attend)(const AttentionCall& call, const AttentionTask& task, const AttentionTask* next,
-                 AttentionMemory& memory);
+  void (*attend)(const AttentionCall& call, const AttentionTask& task, AttentionMemory& memory);
 };
 
 inline void attend_all(const AttentionPath& path, const AttentionCall& call, int threads) {
@@ -208,12 +188,13 @@ inline void attend_all(const AttentionPath& path, const AttentionCall& call, int
   for (int64_t s = 0; s < call.step.sequences; ++s)
     for (int64_t row = call.step.first[s]; row < call.step.first[s + 1]; row += most) {
       const int64_t end = call.step.first[s + 1] - row < most ? call.step.first[s + 1] : row + most;
-      // Few queries: all heads together, so that tokens are read from end to end.
-      const bool together =
-          threads == 1 && (end - row) * shape.heads <= kChunkRows;
+      // Few queries: all heads together, so that tokens are read from end to end. Asking for lines
+      // ahead on top of that gained nothing (Emerald Rapids).
+      const bool together = threads == 1 && (end - row) * shape.heads <= kChunkRows;
       const int64_t heads = together ? shape.kv_heads : 1, here = (end - row) * group * heads;
       rows = here > rows ? here : rows;
-      for (int64_t h = 0; h < shape.kv_heads; h += heads) tasks.push_back({s, row, end, h, h + heads});
+      for (int64_t h = 0; h < shape.kv_heads; h += heads)
+        tasks.push_back({s, row, end, h, h + heads});
     }
   const int64_t count = int64_t(tasks.size());
   const int workers = count < threads ? int(count) : threads;
@@ -224,8 +205,7 @@ inline void attend_all(const AttentionPath& path, const AttentionCall& call, int
   std::atomic<int64_t> next{0};
   in_parallel(workers, [&](int part) {
     for (int64_t i; (i = next.fetch_add(1)) < count;)
-      path.attend(call, tasks[size_t(i)], i + 1 < count ? &tasks[size_t(i + 1)] : nullptr,
-                  memory[size_t(part)]);
+      path.attend(call, tasks[size_t(i)], memory[size_t(part)]);
   });
 }
 

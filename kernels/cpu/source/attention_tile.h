@@ -231,7 +231,7 @@ static void store_results(const AttentionCall& call, const AttentionTask& task,
 
 template <int32_t Type>
 static void attend_stored(const AttentionCall& call, const AttentionTask& task,
-                          const AttentionTask* next, AttentionMemory& memory) {
+                          AttentionMemory& memory) {
   const KvShape& shape = call.shape;
   const int64_t group = shape.group(), rows = (task.last - task.first) * group;
   const int64_t all_rows = rows * (task.last_head - task.first_head);
@@ -242,14 +242,11 @@ static void attend_stored(const AttentionCall& call, const AttentionTask& task,
   std::memset(memory.sums.get(), 0, size_t(all_rows * width) * sizeof(float));
   std::memset(memory.weights.get(), 0, size_t(all_rows * 16) * sizeof(float));
   for (int64_t r = 0; r < all_rows; ++r) memory.most[r] = -std::numeric_limits<float>::infinity();
-  TokensOfBlock tokens, following;
-  following.find(call, task.sequence, seen / kKeys * kKeys, seen, stop);
+  TokensOfBlock tokens;
   for (int64_t block = seen / kKeys * kKeys; block < stop; block += kKeys) {
-    tokens = following;
-    following.find_next(call, task, block + kKeys, stop, next);
+    tokens.find(call, task.sequence, block, seen, stop);
     for (int64_t h = task.first_head; h < task.last_head; ++h) {
       pack<Type>(shape, h, tokens, memory);
-      following.fetch(shape, h);
       const int64_t above = (h - task.first_head) * rows;
       for (int64_t row = 0; row < rows; row += kRows) {
         const int64_t count = rows - row < kRows ? rows - row : kRows;
@@ -269,11 +266,10 @@ static void attend_stored(const AttentionCall& call, const AttentionTask& task,
   store_results(call, task, memory);
 }
 
-static void attend(const AttentionCall& call, const AttentionTask& task, const AttentionTask* next,
-                   AttentionMemory& memory) {
+static void attend(const AttentionCall& call, const AttentionTask& task, AttentionMemory& memory) {
   switch (call.shape.type) {
-    case kStoredFloat32: return attend_stored<kStoredFloat32>(call, task, next, memory);
-    case kStoredBfloat16: return attend_stored<kStoredBfloat16>(call, task, next, memory);
-    default: return attend_stored<kStoredFloat16>(call, task, next, memory);
+    case kStoredFloat32: return attend_stored<kStoredFloat32>(call, task, memory);
+    case kStoredBfloat16: return attend_stored<kStoredBfloat16>(call, task, memory);
+    default: return attend_stored<kStoredFloat16>(call, task, memory);
   }
 }
