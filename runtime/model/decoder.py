@@ -10,12 +10,13 @@ import torch
 
 from runtime.model.attention import Attention
 from runtime.model.decoder_layer import DecoderLayer
+from runtime.model.embedding import Embedding, PackedEmbedding, TableEmbedding
 from runtime.model.experts import Experts
-from runtime.model.linear import make_linear
+from runtime.model.linear import Linear, make_linear
 from runtime.model.norms import RmsNorm
 from runtime.model.rotary import Rotary, RotaryTables
 from runtime.model.spec import ModelSpec
-from runtime.model.step import StepBatch
+from runtime.model.step import Ints, StepBatch
 from runtime.model.weights import Weights
 
 
@@ -38,14 +39,17 @@ class Decoder:
             SourceError: If a tensor is missing, of another shape or dtype, or has no place.
         """
         self.spec, self.device = spec, weights.device
-        self._embedding = weights.matrix(["embed_tokens.weight"], [spec.vocabulary], spec.hidden)
+        table = weights.matrix(["embed_tokens.weight"], [spec.vocabulary], spec.hidden)
+        self._embedding: Embedding = TableEmbedding(table)
         self._layers = [
             DecoderLayer(i, spec, weights.under(f"layers.{i}.")) for i in range(len(spec.layers))
         ]
         self._norm = RmsNorm(weights.vector("norm.weight", spec.hidden), spec.norm_epsilon)
         if spec.is_tied:
             weights.ignore("lm_head.weight")
-            self._head = make_linear(self._embedding, threads=weights.threads, packs=False)
+            self._head = make_linear(table, threads=weights.threads)
+            if isinstance(self._head, Linear):
+                self._embedding = PackedEmbedding(self._head.packed)
         else:
             self._head = weights.linear(["lm_head"], [spec.vocabulary], spec.hidden)
         kinds: list[Rotary] = []
@@ -57,7 +61,7 @@ class Decoder:
         self._layer_inputs = _LayerInputs(spec, weights) if spec.layer_input_width else None
         weights.finish()
 
-    @torch.inference_mode()
+    @torch.no_grad()
     def forward(
         self, batch: StepBatch, attention: Attention, experts: Experts | None = None
     ) -> torch.Tensor:
@@ -69,15 +73,15 @@ class Decoder:
             experts: Routed experts; None in a model without.
 
         Returns:
-            [m, vocabulary] float32, logits after the rows of ``batch.logit_rows``.
+            [m, vocabulary] float32, logits after the rows of ``batch.logit_rows``; the caller may
+            write them.
         """
         attention.begin(batch)
-        tokens = torch.from_numpy(batch.tokens).to(self.device)
         positions = torch.from_numpy(batch.positions).to(self.device, torch.float32)
-        x = self._embedding[tokens].float()
+        x = self._embedding(batch.tokens)
         if self.spec.embedding_scale != 1.0:
             x = x.mul_(self.spec.embedding_scale)
-        inputs = None if self._layer_inputs is None else self._layer_inputs(tokens, x)
+        inputs = None if self._layer_inputs is None else self._layer_inputs(batch.tokens, x)
         rotary = [tables.at(positions) for tables in self._rotary]
         rows = torch.from_numpy(batch.logit_rows).to(self.device)
         last = len(self._layers) - 1
@@ -88,7 +92,7 @@ class Decoder:
                 attention,
                 experts,
                 None if inputs is None else inputs[number],
-                rows if number == last and len(rows) < len(tokens) else None,
+                rows if number == last and len(rows) < len(x) else None,
             )
         if len(x) != len(rows):
             x = x[rows]
@@ -106,8 +110,10 @@ class _LayerInputs:
     def __init__(self, spec: ModelSpec, weights: Weights) -> None:
         self._layers, self._width = len(spec.layers), spec.layer_input_width
         columns = self._layers * self._width
-        self._embedding = weights.matrix(
-            ["embed_tokens_per_layer.weight"], [spec.layer_input_vocabulary], columns
+        self._embedding = TableEmbedding(
+            weights.matrix(
+                ["embed_tokens_per_layer.weight"], [spec.layer_input_vocabulary], columns
+            )
         )
         self._project = weights.linear(["per_layer_model_projection"], [columns], spec.hidden)
         self._norm = RmsNorm(
@@ -115,10 +121,10 @@ class _LayerInputs:
         )
         self._hidden_scale = spec.hidden**-0.5
 
-    def __call__(self, tokens: torch.Tensor, x: torch.Tensor) -> torch.Tensor:
+    def __call__(self, tokens: Ints, x: torch.Tensor) -> torch.Tensor:
         """[layers, T, width] float32, from tokens [T] and their scaled embeddings [T, H]."""
         shape = (len(tokens), self._layers, self._width)
-        own = self._embedding[tokens].float().mul_(self._width**0.5).view(shape)
+        own = self._embedding(tokens).mul_(self._width**0.5).view(shape)
         projected = self._project(x).mul_(self._hidden_scale).view(shape)
         both = self._norm(projected).add_(own).mul_(2**-0.5)
         return both.transpose(0, 1).contiguous()

@@ -8,6 +8,7 @@ from dataclasses import dataclass
 import torch
 from torch.nn import functional
 
+from kernels.cpu.backend import backend
 from kernels.cpu.plain_experts import PlainExperts, plain_moe_layer
 from models.llm_shape import Activation
 from runtime.model.activations import gated
@@ -79,6 +80,7 @@ class KernelExperts:
         self, layers: Mapping[int, PlainExperts], activation: Activation, *, threads: int = 1
     ) -> None:
         self._layers, self._activation, self._threads = dict(layers), activation, threads
+        self._path = backend().name
 
     def __call__(
         self, layer: int, hidden: torch.Tensor, experts: torch.Tensor, weights: torch.Tensor
@@ -91,5 +93,6 @@ class KernelExperts:
             self._layers[layer],
             self._activation,
             threads=self._threads,
+            path=self._path,
         )
         return torch.from_numpy(out)

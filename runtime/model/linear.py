@@ -27,32 +27,29 @@ class LinearLayer(Protocol):
 
 
 class Linear:
-    """By the compiled CPU kernel.
+    """By the compiled CPU kernel, from a copy of the weights in the kernel's own order.
+
+    Attributes:
+        packed: The weights.
 
     Args:
         weight: [N, K] float32 or bfloat16, on the CPU.
         bias: [N]; None for none.
         threads: Of the kernel.
-        packs: Whether to keep a copy in the kernel's own order, which is faster, or ``weight`` as
-            it is, for a matrix that others use too.
     """
 
     def __init__(
-        self,
-        weight: torch.Tensor,
-        bias: torch.Tensor | None = None,
-        *,
-        threads: int = 1,
-        packs: bool = True,
+        self, weight: torch.Tensor, bias: torch.Tensor | None = None, *, threads: int = 1
     ) -> None:
-        array = kernel_array(weight)
-        self._weight = PackedLinear.pack(array) if packs else array
+        self.packed = PackedLinear.pack(kernel_array(weight))
         self._bias = None if bias is None else bias.float().contiguous().numpy()
-        self._threads = threads
+        self._threads, self._path = threads, backend().name
 
     def __call__(self, x: torch.Tensor) -> torch.Tensor:
         """See ``LinearLayer``."""
-        return torch.from_numpy(linear(x.numpy(), self._weight, self._bias, threads=self._threads))
+        return torch.from_numpy(
+            linear(x.numpy(), self.packed, self._bias, threads=self._threads, path=self._path)
+        )
 
 
 class TorchLinear:
@@ -82,13 +79,9 @@ def kernel_array(weight: torch.Tensor) -> NDArray[Any]:
 
 
 def make_linear(
-    weight: torch.Tensor,
-    bias: torch.Tensor | None = None,
-    *,
-    threads: int = 1,
-    packs: bool = True,
+    weight: torch.Tensor, bias: torch.Tensor | None = None, *, threads: int = 1
 ) -> LinearLayer:
     """The layer for the device that ``weight`` lies on; see ``Linear`` for the arguments."""
     if weight.device.type == "cpu" and backend().library is not None:
-        return Linear(weight, bias, threads=threads, packs=packs)
+        return Linear(weight, bias, threads=threads)
     return TorchLinear(weight, bias)

@@ -115,6 +115,10 @@ class _Reader:
             fields.refuse("quantization_config", "weights must be bfloat16, float16 or float32")
         if fields.get("use_bidirectional_attention") == "all":
             fields.refuse("use_bidirectional_attention", "only causal attention is built")
+        inputs = self._shape.per_layer_inputs
+        if inputs is not None and inputs.vocab_size < self._shape.vocab_size:
+            rule = f"must be >= vocab_size = {self._shape.vocab_size}"
+            fields.refuse("vocab_size_per_layer_input", rule, inputs.vocab_size)
         kinds = fields.get("layer_types")
         if kinds is None or self._is_gemma:
             return

@@ -204,6 +204,11 @@ def test_gemma_with_towers_is_its_text_part():
         ),
         (
             GEMMA,
+            {"hidden_size_per_layer_input": 8, "vocab_size_per_layer_input": 96},
+            r"vocab_size_per_layer_input: must be >= vocab_size = 97, found 96",
+        ),
+        (
+            GEMMA,
             {"use_bidirectional_attention": "all"},
             r"use_bidirectional_attention: only causal attention is built, found 'all'",
         ),
