@@ -3,9 +3,9 @@
 // A panel is 32 outputs side by side: element (k, lane) of panel p lies at (p * columns + k) * 32 +
 // place(lane), so that one step over k reads neighbouring bytes and every output has a lane of its
 // own. The sum of one output is a chain of fused multiply-adds over ascending k that starts from
-// the bias: no order is left to choose, so it is the same whatever tokens, outputs and threads share
-// the call, and whether the panels were made before or during it. In bfloat16 panels lanes i and
-// 16 + i are neighbours: a shift and a mask widen 32 of them.
+// the bias: no order is left to choose, so it is the same whatever tokens, outputs and threads
+// share the call, and whether the panels were made before or during it.
+// In bfloat16 panels lanes i and 16 + i are neighbours: a shift and a mask widen 32 of them.
 #pragma once
 #include <algorithm>
 
@@ -16,9 +16,9 @@
 #include "work.h"
 
 constexpr int64_t kPanel = 32;
-constexpr int64_t kDepth = 256;      // k's multiplied at once, so that a panel stays in cache
-constexpr int64_t kAheadBytes = 4096;
-constexpr int64_t kInputFloats = 3 << 17;  // packed inputs worked through at once stay in cache
+constexpr int64_t kDepth = 256;  // k's multiplied at once: 32 KiB of a panel stay in cache
+constexpr int64_t kAheadBytes = 4096;      // fetched ahead where every weight is used once
+constexpr int64_t kInputFloats = 3 << 17;  // 1.5 MiB of inputs worked through at once stay in cache
 
 enum WeightType : int32_t { kFloat32 = 0, kBfloat16 = 1 };
 
@@ -130,8 +130,8 @@ struct LinearMemory {
 };
 
 // y[t * y_stride + n] of all tokens for the outputs of panels [first, last). `x`: packed tiles.
-inline void multiply_panels(const LinearPath& path, const Matrix& m, const float* bias, int64_t first,
-                            int64_t last, const float* x, int64_t tokens, float* y,
+inline void multiply_panels(const LinearPath& path, const Matrix& m, const float* bias,
+                            int64_t first, int64_t last, const float* x, int64_t tokens, float* y,
                             int64_t y_stride, const LinearMemory& memory) {
   const int tiles = int(tiles_of(path, tokens));
   const int64_t bytes = element_bytes(m.type), k_all = m.columns;

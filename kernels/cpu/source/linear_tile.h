@@ -1,6 +1,7 @@
 // The body of a tile, for the vectors of the namespace that includes this file (no #pragma once):
-// Vector, kLanes floats each; kVectors = 32 / kLanes; zero(), load(), store(), broadcast(), fma();
-// and load_step<type>(panel, w), one step of a panel as kVectors vectors in the order of its lanes.
+// Vector of kLanes floats; kVectors = 32 / kLanes; kMost tokens, of which up to kPair take two
+// panels; load(), store(), broadcast(), fma(); and load_step<type>(panel, w), one step of a panel
+// as kVectors vectors in the order of its lanes.
 
 template <int M, int P, int32_t Type>
 static void tile_of(const Tile& a) {
@@ -46,11 +47,14 @@ static void tile_tokens(int32_t type, int64_t tokens, const Tile& a) {
   if constexpr (M > 1)
     if (tokens < M) return tile_tokens<M - 1>(type, tokens, a);
   if constexpr (M <= kPair)
-    if (a.second) return type == kFloat32 ? tile_of<M, 2, kFloat32>(a) : tile_of<M, 2, kBfloat16>(a);
+    if (a.second)
+      return type == kFloat32 ? tile_of<M, 2, kFloat32>(a) : tile_of<M, 2, kBfloat16>(a);
   type == kFloat32 ? tile_of<M, 1, kFloat32>(a) : tile_of<M, 1, kBfloat16>(a);
 }
 
-static void tile(int32_t type, int64_t tokens, const Tile& a) { tile_tokens<kMost>(type, tokens, a); }
+static void tile(int32_t type, int64_t tokens, const Tile& a) {
+  tile_tokens<kMost>(type, tokens, a);
+}
 
 // The same operations in any vector width: the result of an element does not depend on its place.
 static void activate_here(int32_t activation, int64_t n, const float* gate, const float* up,

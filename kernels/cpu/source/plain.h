@@ -4,7 +4,7 @@
 #include "routing.h"
 
 struct PlainLayer {
-  const Matrix* matrices;  // [2 experts]: gate_up [2 inner, hidden], gate first; down [hidden, inner]
+  const Matrix* matrices;  // 2 an expert: gate_up [2 inner, hidden], down [hidden, inner]
   int64_t experts, hidden, inner;
   int32_t activation;
 };
