@@ -11,6 +11,9 @@ from runtime.engine.frames import Grammar
 from runtime.server.bodies import GenerationBody, ResponseFormat, StructuredOutputs
 from runtime.server.errors import invalid
 
+MAX_GRAMMAR_BYTES = 64 * 1024
+"""As the engine has it; told here, so that nothing larger is compiled or sent."""
+
 
 def grammar_of(body: GenerationBody) -> Grammar | None:
     """What the answer must look like; None: anything.
@@ -32,7 +35,13 @@ def grammar_of(body: GenerationBody) -> Grammar | None:
     if len(found) > 1:
         names = " and ".join(name for name, _ in found)
         raise invalid(f"Only one form can be asked for, found {names}.", found[1][0])
-    return found[0][1] if found else None
+    if not found:
+        return None
+    name, grammar = found[0]
+    num_bytes = len(grammar.text.encode("utf-8", "surrogatepass"))
+    if num_bytes > MAX_GRAMMAR_BYTES:
+        raise invalid(f"{name}: {num_bytes} bytes, at most {MAX_GRAMMAR_BYTES}.", name)
+    return grammar
 
 
 def _of_response_format(form: ResponseFormat) -> list[tuple[str, Grammar]]:

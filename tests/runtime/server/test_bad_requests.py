@@ -103,6 +103,8 @@ FIELDS: list[tuple[str, dict[str, Any], int, str | None]] = [
     (COMPLETIONS, {"guided_json": "[1]"}, 400, "guided_json"),
     (COMPLETIONS, {"guided_json": {"type": "nonsense"}}, 400, "response_format"),
     (COMPLETIONS, {"guided_regex": "("}, 400, "structured_outputs"),
+    (COMPLETIONS, {"guided_regex": "a" * 70_000}, 400, "guided_regex"),
+    (COMPLETIONS, {"guided_choice": ["a" * 1000] * 100}, 400, "guided_choice"),
     (COMPLETIONS, {"guided_choice": []}, 400, "guided_choice"),
     (COMPLETIONS, {"guided_regex": "a", "guided_choice": ["b"]}, 400, "guided_choice"),
     (CHAT, {"messages": []}, 400, "messages"),

@@ -102,6 +102,23 @@ async def test_no_part_of_a_stop_string_reaches_the_client(
     assert len(engine.aborted) == (2 if stutter < 50 else 0)
 
 
+async def test_an_answer_that_met_its_stop_string_is_dropped_while_its_neighbours_go_on(
+    build: Build, engine: ScriptedEngine, text: TextTokenizer
+) -> None:
+    engine.script = lambda new: (
+        text.encode("a.") + [97] * 300 if len(new.prompt) == 1 else [98] * 300
+    )
+    engine.pause_s = 0.001
+    body = {"prompt": ["x", "yy"], "max_tokens": 300, "stop": ".", "stream": True}
+    call = RawCall(build(), COMPLETIONS, body)
+    await call.until(lambda: b'"stop_reason":"."' in call.received)
+    await call.until(lambda: len(engine.live) == 1)
+    assert engine.aborted == [engine.submitted[0].sequence_id]
+    assert engine.live == {engine.submitted[1].sequence_id}
+    call.go_away()
+    await call.ended()
+
+
 async def test_text_held_back_for_a_stop_that_does_not_come_is_not_lost(
     call: Call, engine: ScriptedEngine, text: TextTokenizer
 ) -> None:

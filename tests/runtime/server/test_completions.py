@@ -249,6 +249,13 @@ async def test_the_form_of_an_answer_reaches_the_engine(
     assert grammar is not None and (grammar.kind, grammar.text) == (kind, contents)
 
 
+async def test_front_end_and_engine_agree_on_the_longest_grammar() -> None:
+    from runtime.engine.grammar import MAX_GRAMMAR_BYTES as ENGINES
+    from runtime.server.grammar_fields import MAX_GRAMMAR_BYTES as OURS
+
+    assert OURS == ENGINES
+
+
 async def test_a_grammar_that_only_the_engine_can_judge_is_still_a_bad_request(
     call: Call, engine: ScriptedEngine
 ) -> None:
