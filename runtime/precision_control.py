@@ -100,16 +100,32 @@ class PrecisionControl:
         level = level_of_bits(self._tables, bits, "bits")
         return mean_bits, float(self._tables.damage[np.arange(len(bits)), level].sum())
 
+    def damage_at(self, bits: int) -> float:
+        """Damage of all blocks at one width, or the nearest there is; 0.0 if unknown."""
+        if self._tables is None:
+            return 0.0
+        level = int(np.argmin(np.abs(np.array(self._tables.bits) - bits)))
+        return float(self._tables.damage[:, level].sum())
+
     def observe(self, layer: int, experts: NDArray[np.int32], gate: NDArray[np.float32]) -> None:
-        """One layer's routing of a step; counted when the last layer has reported."""
-        self._seen.append((layer, experts, gate))
+        """One layer's routing of a step; counted when the last layer has reported.
+
+        Weights that are no numbers count as none: they are those of a sequence that fails.
+        """
+        if any(layer == before for before, _, _ in self._seen):
+            self._seen.clear()  # the step before failed half way
+        self._seen.append((layer, experts, np.where(np.isfinite(gate), gate, np.float32(0.0))))
         if len(self._seen) < len(self.mass.m1):
             return
         seen = sorted(self._seen, key=lambda entry: entry[0])
         self._seen.clear()
-        self.mass.observe_layers(
-            np.stack([entry[1] for entry in seen]), np.stack([entry[2] for entry in seen])
-        )
+        if len({index.shape for _, index, _ in seen}) == 1:
+            self.mass.observe_layers(
+                np.stack([entry[1] for entry in seen]), np.stack([entry[2] for entry in seen])
+            )
+            return
+        for place, (_, index, weights) in enumerate(seen):  # the last layer may see fewer tokens
+            self.mass.observe(place, index, weights)
 
     def boundary(self, step: int, forecast_pages: int, *, now: float) -> PrecisionDecision:
         """Commit what is ready, then let the policy speak.
