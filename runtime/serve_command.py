@@ -17,6 +17,7 @@ MEMORY = "Memory and speed"
 POLICY = "Policies"
 FRONT = "Front end"
 DEFAULT_PORT = 8000
+LOG_LEVELS = ("debug", "info", "warning", "error")
 
 
 def serve(
@@ -192,6 +193,10 @@ def serve(
     tls_key: Annotated[
         str, typer.Option("--tls-key", help="PEM file.", rich_help_panel=FRONT)
     ] = "",
+    log_level: Annotated[
+        str,
+        typer.Option("--log-level", help="debug, info, warning or error.", rich_help_panel=FRONT),
+    ] = "info",
     log_prompts: Annotated[
         bool,
         typer.Option(
@@ -211,12 +216,22 @@ def serve(
     import msgspec
 
     from runtime.serve_settings import ServeOptions, engine_settings
+    from runtime.server.engine_client import EngineGoneError
     from runtime.server.http_server import Address, Opened, run_server
+    from runtime.server.logs import log_as_json
     from runtime.server.process_engine import ProcessEngine
     from runtime.server.settings import ServerSettings
     from runtime.text.chat_template import ChatTemplate
     from runtime.text.tokenizer import TextTokenizer
 
+    if log_level not in LOG_LEVELS:
+        raise typer.BadParameter(
+            f"--log-level: must be {', '.join(LOG_LEVELS)}, found {log_level!r}"
+        )
+    if log_level != "info" or not sys.stderr.isatty():
+        log_as_json(log_level)
+    else:
+        log_as_json("warning")  # a person is watching: only what asks for attention
     options = ServeOptions(
         model=model,
         scenario=scenario,
@@ -279,13 +294,17 @@ def serve(
         )
 
     _say(f"loading {folder}")
-    run_server(
-        front,
-        open_engine,
-        Address(host=host, port=port, certificate=tls_cert, key=tls_key),
-        on_listening=lambda port: found.update(port=port),
-        on_ready=ready,
-    )
+    try:
+        run_server(
+            front,
+            open_engine,
+            Address(host=host, port=port, certificate=tls_cert, key=tls_key),
+            on_listening=lambda port: found.update(port=port),
+            on_ready=ready,
+        )
+    except EngineGoneError as error:
+        _say(f"error: {error}")
+        raise typer.Exit(1) from None
 
 
 def _say(text: str) -> None:

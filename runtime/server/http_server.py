@@ -13,7 +13,7 @@ from types import FrameType
 import uvicorn
 
 from runtime.server.app import App, make_app
-from runtime.server.engine_client import EngineClient
+from runtime.server.engine_client import EngineClient, EngineGoneError
 from runtime.server.front_end import FrontEnd
 from runtime.server.http_protocol import protocol_class
 from runtime.server.logs import log
@@ -21,6 +21,7 @@ from runtime.server.settings import ServerSettings
 from runtime.text.chat_template import ChatTemplate
 from runtime.text.tokenizer import TextTokenizer
 
+_WATCH_S = 0.5
 _GRACE_S = 2.0
 """For connections to close once their requests have ended."""
 
@@ -111,6 +112,7 @@ async def serve(
 
     Raises:
         Exception: What ``open_engine`` raised; the server has ended then.
+        EngineGoneError: If the engine has ended by itself; the server has ended then.
         SystemExit: If the address cannot be listened on.
     """
     app = make_app(settings)
@@ -133,10 +135,22 @@ async def serve(
         if on_ready is not None:
             on_ready()
 
+    async def watch() -> None:
+        """End when the engine has: whoever runs this starts it again."""
+        while not opened or opened[0].engine.is_alive:
+            await asyncio.sleep(_WATCH_S)
+        log().error("engine_ended")
+        await asyncio.sleep(_WATCH_S)  # what was under way is told
+        server.should_exit = True
+
     loading = asyncio.create_task(load())
+    watching = asyncio.create_task(watch())
     try:
         await server.serve(None if listener is None else [listener])
+        if opened and not opened[0].engine.is_alive:
+            raise EngineGoneError("the engine has ended by itself; see what it said before")
     finally:
+        watching.cancel()
         if not loading.done():
             loading.cancel()
         result = (await asyncio.gather(loading, return_exceptions=True))[0]
