@@ -17,6 +17,7 @@ from runtime.demo_model_command import demo_model
 from runtime.doctor_command import doctor
 from runtime.inspect_command import inspect
 from runtime.quantize_command import quantize
+from runtime.replay_command import replay
 from runtime.serve_command import serve
 from runtime.store.commands import store_app
 
@@ -33,6 +34,7 @@ app = typer.Typer(
     rich_markup_mode="rich",
 )
 app.command()(serve)
+app.command()(replay)
 app.command()(calibrate)
 app.command()(quantize)
 app.command()(inspect)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import os
 from collections.abc import Callable
 from dataclasses import dataclass
@@ -58,7 +59,10 @@ def engine_settings(
     if options.scenario is not None:
         from runtime.scenario_engine import scenario_settings
 
-        settings.update(scenario_settings(options.scenario, options.overrides))
+        overrides = options.overrides
+        if options.model is not None:  # the scenario's memory is shared out for this model
+            overrides = (*overrides, f"llm.model={json.dumps(str(options.model.absolute()))}")
+        settings.update(scenario_settings(options.scenario, overrides))
     if options.model is not None:
         settings["model"] = str(options.model)
     if "model" not in settings:
