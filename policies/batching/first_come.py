@@ -242,6 +242,8 @@ class FirstComeBatching:
                 self.counts[at] = 0
                 held_back.append(sequence)
                 at += 1
+            elif len(self.ids) == 1 and self.paging.windows and self.counts[at] > 1:
+                self.counts[at] //= 2  # a window leaves pages behind between two steps
             elif len(self.ids) == 1:
                 part.refused.append(sequence)
                 self._keep(np.zeros(1, np.bool_))

@@ -19,10 +19,11 @@ from runtime.model.step import StepBatch
 
 
 class Spoken(NamedTuple):
-    """What a step brought: outputs, and the sequences that have ended with theirs."""
+    """What a step brought: outputs, the sequences that have ended with theirs, and in error."""
 
     outputs: list[SequenceOutput]
     ended: list[EngineSequence]
+    failed: list[EngineSequence]
 
 
 class Answers:
@@ -58,7 +59,7 @@ class Answers:
                 rows.append(stop - 1)
             begin = stop
         if not speaking:
-            return Spoken([], [])
+            return Spoken([], [], [])
         chosen = logits if len(rows) == len(logits) else logits[rows]
         sampled = sample(chosen, [sequence.sampler for sequence in speaking])
         now = self._clock()
@@ -66,12 +67,12 @@ class Answers:
             self._output(sequence, result, now)
             for sequence, result in zip(speaking, sampled, strict=True)
         ]
-        ended = [
-            sequence
-            for sequence, output in zip(speaking, outputs, strict=True)
-            if output.finish_reason is not None
-        ]
-        return Spoken(outputs, ended)
+        reasons = [output.finish_reason for output in outputs]
+        return Spoken(
+            outputs,
+            [one for one, reason in zip(speaking, reasons, strict=True) if reason is not None],
+            [one for one, reason in zip(speaking, reasons, strict=True) if reason == "error"],
+        )
 
     def _score(self, sequence: EngineSequence, start: int, logits: torch.Tensor) -> None:
         """Log probabilities of the prompt's tokens behind the rows that were computed."""

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import os
 import shutil
 import tempfile
@@ -24,6 +25,7 @@ from runtime.engine.prefix_identity import model_namespace
 from runtime.engine.prefix_open import PrefixStoreSettings, open_prefix_blocks
 from runtime.engine.settings import EngineSettings, EngineSettingsError
 from runtime.engine.weight_pages import (
+    Movement,
     checkpoint_tables,
     moving_precision,
     plan_widths,
@@ -37,15 +39,18 @@ from runtime.model.load import LoadedModel, load_model
 from runtime.model.quantized_experts import QuantizedExperts
 from runtime.model.step import StepBatch
 from runtime.page_arena import PageArena
-from runtime.page_devices import CpuDevice
 from traces.decisions import CompactDecisionLog, DecisionLog
 
 KV_BYTES: Final = 1 << 30
 """KV memory where none is asked for, if a quarter of what is available is as much."""
 
 
-def build_engine(settings: EngineSettings) -> EngineParts:
+def build_engine(settings: EngineSettings, movement: Movement | None = None) -> EngineParts:
     """Load the model and make everything that an engine needs.
+
+    Args:
+        settings: Of model, memory, limits and policies.
+        movement: How quantized weights get into the arena; None: by a thread of the CPU.
 
     Raises:
         EngineSettingsError: If the settings contradict the model or the machine.
@@ -62,12 +67,35 @@ def build_engine(settings: EngineSettings) -> EngineParts:
     page_bytes = settings.page_bytes or default_page_bytes(layers, model.dtype)
     try:
         layout = KvLayout(layers, model.dtype, page_bytes)
-        memory_bytes = settings.memory_bytes or _default_memory_bytes(model, page_bytes)
-        arena = PageArena(max(1, memory_bytes // page_bytes), page_bytes=page_bytes)
+        memory_bytes = settings.memory_bytes
+        if memory_bytes is None:
+            memory_bytes = _default_memory_bytes(model, page_bytes)
+        arena = PageArena(
+            max(1, memory_bytes // page_bytes),
+            page_bytes=page_bytes,
+            history=movement.history if movement else None,
+        )
     except ValueError as error:
         raise EngineSettingsError(str(error)) from error
     cache = KvCache(arena, layout)
-    weights = _Weights(model, settings, arena, log)
+    with contextlib.ExitStack() as undo:
+        parts = _parts(settings, model, cache, log, movement, undo)
+        undo.pop_all()
+    return parts
+
+
+def _parts(
+    settings: EngineSettings,
+    model: LoadedModel,
+    cache: KvCache,
+    log: DecisionLog,
+    movement: Movement | None,
+    undo: contextlib.ExitStack,
+) -> EngineParts:
+    """What stands on model and arena; ``undo`` is told how to end it."""
+    arena, layout = cache.arena, cache.layout
+    weights = _Weights(model, settings, arena, log, movement)
+    undo.callback(weights.close)
     accounts = FirstComeBatching(
         layout.paging,
         BatchingSettings(max_running=settings.max_running, prefill_tokens=settings.prefill_tokens),
@@ -75,21 +103,18 @@ def build_engine(settings: EngineSettings) -> EngineParts:
     capacity = _tokens_in(layout.paging, arena.num_pages - weights.least_pages)
     context = min(settings.context_tokens or model.spec.context_tokens, model.spec.context_tokens)
     if capacity < 2:
-        weights.close()
         raise EngineSettingsError(
-            f"memory_bytes: {memory_bytes:,} bytes hold the keys and values of {capacity} tokens; "
-            "give more"
+            f"memory_bytes: {arena.num_pages} pages of {arena.page_bytes:,} bytes hold keys and "
+            f"values of {capacity} tokens; give more"
         )
+    attention = attention_for(cache, threads=settings.threads)
     temporary = None
     if settings.prefix.place == "memory":
         temporary = tempfile.mkdtemp(prefix="serving-twin-prefixes-")
-    try:
-        prefix = _open_prefix(settings, cache, temporary or settings.prefix.place)
-    except BaseException:
-        weights.close()
-        if temporary is not None:
-            shutil.rmtree(temporary, ignore_errors=True)
-        raise
+        undo.callback(shutil.rmtree, temporary, ignore_errors=True)
+    prefix = _open_prefix(settings, cache, temporary or settings.prefix.place)
+    if prefix is not None:
+        undo.callback(prefix.close)
     info = EngineInfo(
         model=settings.model,
         model_type=model.spec.model_type,
@@ -101,11 +126,10 @@ def build_engine(settings: EngineSettings) -> EngineParts:
         device=settings.device,
         experts=model.kind,
         block_tokens=layout.block_tokens,
-        page_bytes=page_bytes,
+        page_bytes=arena.page_bytes,
         arena_pages=arena.num_pages,
         has_prefix_store=prefix is not None,
     )
-    attention = attention_for(cache, threads=settings.threads)
 
     def forward(batch: StepBatch) -> torch.Tensor:
         return model.decoder.forward(batch, attention, weights.experts)
@@ -132,7 +156,12 @@ class _Weights:
     """Experts of a model: plain ones as loaded, quantized ones in the arena."""
 
     def __init__(
-        self, model: LoadedModel, settings: EngineSettings, arena: PageArena, log: DecisionLog
+        self,
+        model: LoadedModel,
+        settings: EngineSettings,
+        arena: PageArena,
+        log: DecisionLog,
+        movement: Movement | None,
     ) -> None:
         self.experts: Experts | None = model.experts
         self.mover = self.control = None
@@ -143,8 +172,7 @@ class _Weights:
             model.checkpoint, settings, arena_pages=arena.num_pages, page_bytes=arena.page_bytes
         )
         self.least_pages = plan.least_pages
-        device = CpuDevice(arena)
-        self.mover = weights_in_pages(model.checkpoint, arena, device, plan.bits)
+        self.mover = weights_in_pages(model.checkpoint, arena, plan.bits, movement)
         self.control = moving_precision(plan, model.checkpoint, settings, self.mover, arena, log)
         self.experts = QuantizedExperts(
             model.spec,

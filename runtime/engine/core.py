@@ -66,20 +66,20 @@ class EngineCore:
                 if parts.grammars is None:
                     raise GrammarError("grammar: the model has no tokenizer to restrict tokens by")
                 grammar = parts.grammars.compile(new.sampling.grammar)
-        except GrammarError as error:
+            sampler = SequenceSampler(
+                new.sampling,
+                vocabulary=parts.info.vocabulary,
+                eos_token_ids=parts.info.eos_token_ids,
+                prompt_tokens=new.prompt,
+                grammar=grammar,
+            )
+            now, number = parts.clock(), self._next_number
+            sequence = EngineSequence(number, new, list(new.prompt), sampler, now)
+            sequence.keys = self._prefixes.keys_of(sequence)
+        except ValueError as error:
             self._fail(new.sequence_id, str(error))
             return
-        now, number = parts.clock(), self._next_number
         self._next_number += 1
-        sampler = SequenceSampler(
-            new.sampling,
-            vocabulary=parts.info.vocabulary,
-            eos_token_ids=parts.info.eos_token_ids,
-            prompt_tokens=new.prompt,
-            grammar=grammar,
-        )
-        sequence = EngineSequence(number, new, list(new.prompt), sampler, now)
-        sequence.keys = self._prefixes.keys_of(sequence)
         self.sequences[number] = sequence
         self._number_of[new.sequence_id] = number
         self.counts.prompt_tokens += sequence.prompt_tokens
@@ -115,7 +115,6 @@ class EngineCore:
             self._compute(orders)
         else:
             self.counts.step(0)
-            self.parts.batching.step_done([], now=self.parts.clock())
             self._stalled = self._stalled + 1 if orders.held_back else 0
         if self.parts.mover is not None:
             self.parts.mover.step_built(step)
@@ -143,9 +142,11 @@ class EngineCore:
         """Blocks stored so far are found by nobody any more."""
         if self.parts.prefix is not None:
             self.parts.prefix.reset()
+        now = self.parts.clock()
         for sequence in self.sequences.values():
             sequence.keys = self._prefixes.keys_of(sequence)
             sequence.saved_blocks = 0
+            self.parts.batching.cached(sequence.number, 0, now=now)  # of those that wait
 
     def stats(self) -> EngineStats:
         """Gauges and counters."""
@@ -276,9 +277,10 @@ class EngineCore:
         self._outputs.extend(spoken.outputs)
         ended = [sequence.number for sequence in spoken.ended]
         parts.batching.step_done(ended, now=parts.clock())
-        gone = set(ended)
+        gone, failed = set(ended), {sequence.number for sequence in spoken.failed}
         for sequence in running:
-            self._prefixes.computed(sequence, is_ended=sequence.number in gone)
+            if sequence.number not in failed:  # whose keys and values may be none
+                self._prefixes.computed(sequence, is_ended=sequence.number in gone)
         for sequence in spoken.ended:
             self._leave(sequence)
             self.counts.finished += 1
@@ -315,6 +317,8 @@ class EngineCore:
             return "prompt: must have at least one token"
         if not 0 <= min(prompt) <= max(prompt) < info.vocabulary:
             return f"prompt: token ids must be within 0..{info.vocabulary - 1}"
+        if new.sampling.max_tokens < 1:
+            return f"max_tokens: must be >= 1, found {new.sampling.max_tokens}"
         total = len(prompt) + new.sampling.max_tokens
         limit = min(info.context_tokens, info.kv_capacity_tokens)
         if total > limit:

@@ -147,7 +147,8 @@ class EngineProcess:
                 self._inbox.put(message)
         except (OSError, WireError, msgspec.DecodeError) as error:
             sys.stderr.write(f"engine: the front end is gone: {error}\n")
-        self._inbox.put(None)
+        finally:
+            self._inbox.put(None)
 
     def _compile_grammar(self, new: NewSequence) -> None:
         """Beside the steps, so that none waits for it; the core finds it compiled."""
