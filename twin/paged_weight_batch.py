@@ -126,10 +126,12 @@ class RunningBatch:
         orders, self._orders = self._orders, BatchOrders()
         if not len(orders.sequences):
             return orders.sequences, orders.sequences
-        spoke = orders.sequences[orders.speaks]
+        accounts = self.accounts
+        works = accounts.counts > 0
+        is_last = orders.speaks & (accounts.known[works] + 1 >= accounts.goal[works])
+        spoke, finished = orders.sequences[orders.speaks], orders.sequences[is_last]
         self._held[orders.sequences] += orders.counts
-        self._policy.step_done((), now=now)
-        finished: Ints = spoke[~np.isin(spoke, self.accounts.ids)] if len(spoke) else spoke
+        self._policy.step_done(finished.tolist(), now=now)
         for sequence in finished.tolist():
             self._cache.release(sequence)
         return spoke, finished

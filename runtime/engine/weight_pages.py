@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from dataclasses import dataclass
 
 import numpy as np
@@ -14,9 +15,10 @@ from policies.precision_log import LoggedPrecision
 from policies.precision_state import PrecisionSettings
 from policies.precision_tables import BlockTables, block_tables
 from policies.weight_page_history import Event
+from policies.weight_page_table import MovementRules
 from runtime.engine.settings import EngineSettings, EngineSettingsError
 from runtime.page_arena import PageArena
-from runtime.page_devices import CopyDevice
+from runtime.page_devices import CopyDevice, CpuDevice
 from runtime.page_layout import BlockShape, CanonicalLayout
 from runtime.page_movement import PageMover
 from runtime.page_parent import HostParent
@@ -26,6 +28,21 @@ from traces.decisions import DecisionLog
 
 Ints = NDArray[np.int64]
 FULL_SHARE = 1.0
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class Movement:
+    """How planes and tables get into the arena.
+
+    Attributes:
+        device: Makes the device that copies into an arena.
+        rules: Of page movement; None: those of ``MovementRules``.
+        history: Told every event of the arena's pages.
+    """
+
+    device: Callable[[PageArena], CopyDevice] = CpuDevice
+    rules: MovementRules | None = None
+    history: Callable[[Event], None] | None = None
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -107,13 +124,21 @@ def precision_settings(settings: EngineSettings) -> PrecisionSettings:
 
 
 def weights_in_pages(
-    checkpoint: QuantizedCheckpoint,
-    arena: PageArena,
-    device: CopyDevice,
-    bits: Ints,
-    history: list[Event] | None = None,
+    checkpoint: QuantizedCheckpoint, arena: PageArena, bits: Ints, movement: Movement | None = None
 ) -> PageMover:
-    """All blocks in host memory, and at their first widths in the arena."""
+    """All blocks in host memory, and at their first widths in the arena.
+
+    Args:
+        checkpoint: Of the blocks.
+        arena: With the history of ``movement``, if that has one.
+        bits: [n] widths.
+        movement: How pages move; None: by a thread of the CPU.
+
+    Raises:
+        ValueError: If the weights do not fit into the arena.
+    """
+    movement = Movement() if movement is None else movement
+    device = movement.device(arena)
     parent = HostParent(
         [
             BlockShape(block.rows, block.columns, 2 if block.module == "gate_up" else 1)
@@ -128,7 +153,7 @@ def weights_in_pages(
     parent.store_all(checkpoint.block(i) for i in range(len(checkpoint.blocks)))
     try:
         return PageMover(
-            parent, arena, device, bits, history=None if history is None else history.append
+            parent, arena, device, bits, rules=movement.rules, history=movement.history
         )
     except BaseException:
         device.close()

@@ -14,7 +14,6 @@ from runtime.model.load import load_model
 from runtime.model.quantized_experts import QuantizedExperts, require_blocks
 from runtime.model.spec_config import read_model_spec
 from runtime.page_arena import PageArena
-from runtime.page_devices import CpuDevice
 from runtime.quantize import quantize_checkpoint
 from runtime.quantized_checkpoint import QuantizedCheckpoint, QuantizedCheckpointError
 
@@ -198,7 +197,7 @@ def test_a_quantized_folder_computes_what_its_planes_and_tables_say(
     checkpoint = loaded.checkpoint
     widths = np.random.default_rng(1).integers(2, 9, size=len(checkpoint.blocks))
     arena = PageArena(3000, page_bytes=1024)
-    mover = weights_in_pages(checkpoint, arena, CpuDevice(arena), widths)
+    mover = weights_in_pages(checkpoint, arena, widths)
     seen = []
     experts = QuantizedExperts(
         loaded.spec, arena, mover.tables,
