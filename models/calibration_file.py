@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import hashlib
 import json
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
@@ -10,6 +11,7 @@ from pathlib import Path
 from typing import Any, Literal, get_args
 
 from models.bundle import LatencyCoefficients
+from models.engine_profile import EngineProfile, profile_content
 from models.measurements import QUANTITY_BY_STAGE, CalibrationError
 from models.stage_fit import StageFit
 from models.strict_tables import build_table, require_shallow
@@ -31,6 +33,7 @@ class Calibration:
         source: Where the numbers came from.
         fits: Stage -> quality of its fit and measured range; empty where neither is known.
         notes: Facts a user should know.
+        engine: What ``runtime profile`` measured besides; None for other calibrations.
     """
 
     name: str
@@ -41,6 +44,7 @@ class Calibration:
     source: str
     fits: Mapping[str, StageFit] = field(default_factory=dict)
     notes: tuple[str, ...] = ()
+    engine: EngineProfile | None = None
 
     def __post_init__(self) -> None:
         if self.num_layers < 1:
@@ -90,6 +94,8 @@ class _File:
     fits: Mapping[str, _Fit]
     source: str
     notes: Sequence[str]
+    engine: EngineProfile | None = None
+    content_hash: str | None = None
 
 
 def parse_calibration(path: Path, text: str) -> Calibration:
@@ -109,6 +115,11 @@ def parse_calibration(path: Path, text: str) -> Calibration:
     try:
         require_shallow(content)
         file: _File = build_table(_File, content, "calibration")
+        if file.content_hash is not None and file.content_hash != content_hash(content):
+            raise CalibrationError(
+                "content_hash: is that of other content; the file has been changed since it was "
+                f"written (take the key out to use it as it is), found {file.content_hash!r}"
+            )
         file.coefficients.require_plausible_seconds()
         return Calibration(
             name=file.name,
@@ -119,6 +130,7 @@ def parse_calibration(path: Path, text: str) -> Calibration:
             source=file.source,
             fits={stage: _stage_fit(fit) for stage, fit in file.fits.items()},
             notes=tuple(file.notes),
+            engine=file.engine,
         )
     except ValueError as error:
         raise CalibrationError(f"{path}: {error}") from error
@@ -126,7 +138,7 @@ def parse_calibration(path: Path, text: str) -> Calibration:
 
 def write_calibration(calibration: Calibration) -> str:
     """The text of the file; what is not known is left out."""
-    content = {
+    content: dict[str, Any] = {
         "format": get_args(FormatName)[0],
         "version": get_args(FormatVersion)[0],
         "name": calibration.name,
@@ -139,7 +151,17 @@ def write_calibration(calibration: Calibration) -> str:
         "source": calibration.source,
         "notes": list(calibration.notes),
     }
+    if calibration.engine is not None:
+        content["engine"] = profile_content(calibration.engine)
+        content["content_hash"] = content_hash(content)
     return json.dumps(content, indent=2, allow_nan=False) + "\n"
+
+
+def content_hash(content: Mapping[str, Any]) -> str:
+    """sha256 over everything but the hash itself: the same numbers, whenever they were measured."""
+    rest = {name: value for name, value in content.items() if name != "content_hash"}
+    text = json.dumps(rest, sort_keys=True, separators=(",", ":"))
+    return f"sha256:{hashlib.sha256(text.encode()).hexdigest()}"
 
 
 def _fit_content(fit: StageFit) -> dict[str, Any]:

@@ -23,15 +23,15 @@ from dataclasses import dataclass
 import numpy as np
 from numpy.typing import NDArray
 
-from models.kv_bytes import KvLayers, kv_layers
-from models.llm_parameters import count_parameters, expert_parameters
-from models.llm_shape import AttentionShape, LlmShape, MoeShape
+from models.kv_bytes import KvLayers
+from models.llm_parameters import expert_parameters
+from models.llm_shape import LlmShape, MoeShape
+from models.step_counts import FULL_BYTES, StepCounts
 
 Floats = NDArray[np.float64]
 Ints = NDArray[np.int64]
 
 FULL_BITS = 16
-FULL_BYTES = 2
 MAX_SELECTION = 1.0 - 1e-12  # keeps log(1 - p) finite for an expert that every token picks
 
 
@@ -46,6 +46,8 @@ class StepRates:
         dense_share: Share of BW that all other weights reach.
         attention_share: Share of BW that reading the KV cache reaches.
         compute_share: Share of ``flops_per_s`` that matrix products of many tokens reach.
+        expert_compute_share: The same of routed experts; None: ``compute_share``.
+        attention_compute_share: The same of attention; None: ``compute_share``.
         launch_seconds: t0, of one kernel.
         launches_per_layer: Kernels of a layer.
         overhead_seconds: Of a step: scheduling, sampling.
@@ -60,12 +62,16 @@ class StepRates:
     launch_seconds: float
     launches_per_layer: float
     overhead_seconds: float
+    expert_compute_share: float | None = None
+    attention_compute_share: float | None = None
 
     def __post_init__(self) -> None:
         shares = {
             "dense_share": self.dense_share,
             "attention_share": self.attention_share,
             "compute_share": self.compute_share,
+            "expert_compute_share": self.expert_compute_share or self.compute_share,
+            "attention_compute_share": self.attention_compute_share or self.compute_share,
             **{f"share_by_bits[{bits}]": share for bits, share in self.share_by_bits.items()},
         }
         for name, share in shares.items():
@@ -131,6 +137,7 @@ class MoeStepTime:
         rates: Of the device.
         moe: The expert part, the same in every layer that has one.
         num_moe_layers: Layers with experts.
+        counts: Bytes and operations of its steps.
         kv: Caching layers by equal cache.
         fixed_seconds: Of every step, whatever it computes: overhead and launches.
         dense_bytes: Weight bytes at 16 bits, experts and input embedding left out.
@@ -151,24 +158,24 @@ class MoeStepTime:
         self.rates = rates
         self.moe: MoeShape = shape.moe_layers[0]
         self.num_moe_layers = len(shape.moe_layers)
-        self.kv: tuple[KvLayers, ...] = kv_layers(shape, value_bytes=kv_value_bytes)
+        self.counts = StepCounts(shape, kv_value_bytes=kv_value_bytes)
+        self.kv: tuple[KvLayers, ...] = self.counts.kv
+        self.dense_bytes = self.counts.dense_bytes
         self.fixed_seconds = (
             rates.overhead_seconds
             + len(shape.layers) * rates.launches_per_layer * rates.launch_seconds
         )
-        counts = count_parameters(shape)
-        matrix = shape.vocab_size * shape.hidden_size
-        # one matrix of the embeddings is read as the output matrix; the other is looked up
-        read = counts.other - (0 if shape.is_tied else matrix)
-        self.dense_bytes = FULL_BYTES * read
-        self._token_flops = 2.0 * (read - matrix)
-        self._output_flops = 2.0 * matrix
         self._expert_token_flops = (
             2.0 * self.moe.experts_per_token * expert_parameters(self.moe, shape.hidden_size)
         )
-        self._attention = _attention_flops(shape)
         self._memory = rates.memory_bytes_per_s
         self._compute = rates.compute_share * rates.flops_per_s
+        self._expert_compute = self._compute
+        if rates.expert_compute_share is not None:
+            self._expert_compute = rates.expert_compute_share * rates.flops_per_s
+        self._attention_compute = self._compute
+        if rates.attention_compute_share is not None:
+            self._attention_compute = rates.attention_compute_share * rates.flops_per_s
 
     def dense_seconds(self, tokens: float, outputs: float, *, slowdown: float = 1.0) -> float:
         """Attention projections, shared and dense parts, and the output matrix.
@@ -178,21 +185,18 @@ class MoeStepTime:
             outputs: Tokens whose next token is asked for.
             slowdown: Factor on memory time, >= 1.
         """
-        flops = self._token_flops * tokens + self._output_flops * outputs
+        flops = self.counts.token_flops * tokens + self.counts.output_flops * outputs
         memory = self.dense_bytes / (self.rates.dense_share * self._memory)
         return max(slowdown * memory, flops / self._compute)
 
     def attention_seconds(self, kv_bytes: float, flops: float, *, slowdown: float = 1.0) -> float:
         """Reading the cache, or the products with it, whatever takes longer."""
         memory = kv_bytes / (self.rates.attention_share * self._memory)
-        return max(slowdown * memory, flops / self._compute)
+        return max(slowdown * memory, flops / self._attention_compute)
 
     def attention_flops(self, held: int, added: int) -> float:
         """Operations of attention for ``added`` tokens after ``held`` ones, all layers."""
-        total = 0.0
-        for pair_flops, window in self._attention:
-            total += pair_flops * _pairs(held, added, window)
-        return total
+        return self.counts.attention_flops(held, added)
 
     def kv_read_bytes(self, held: Ints, added: Ints) -> float:
         """Bytes of cache that a step reads: every sequence its own, once a layer.
@@ -201,14 +205,7 @@ class MoeStepTime:
             held: [n] tokens cached before the step.
             added: [n] tokens computed in it.
         """
-        end = held + added
-        total = 0.0
-        for group in self.kv:
-            seen = end
-            if group.window_tokens is not None:
-                seen = np.minimum(end, group.window_tokens - 1 + added)
-            total += group.num_layers * group.token_bytes * float(seen.sum())
-        return total
+        return self.counts.kv_read_bytes(held, added)
 
     def read_seconds(self, active_bytes: Floats, bits: Ints) -> Floats:
         """Seconds to read weight blocks at their widths.
@@ -236,35 +233,10 @@ class MoeStepTime:
         """
         reads = -np.expm1(tokens * log_miss)
         layers = np.einsum("le,le->l", reads, expert_seconds)
-        flops = tokens * self._expert_token_flops / self._compute
+        flops = tokens * self._expert_token_flops / self._expert_compute
         return float(np.maximum(slowdown * layers, flops).sum())
 
 
 def log_miss(selection: Floats) -> Floats:
     """log(1 - p), finite for p = 1."""
     return np.log1p(-np.minimum(selection, MAX_SELECTION))
-
-
-def _attention_flops(shape: LlmShape) -> list[tuple[float, int | None]]:
-    """Operations per (query, key) pair of the layers, by window."""
-    by_window: dict[int | None, float] = {}
-    for layer in shape.layers:
-        attention = layer.attention
-        if isinstance(attention, AttentionShape):
-            width = 2 * attention.head_dim  # scores and values
-        else:  # latent attention with its projections absorbed into queries and outputs
-            width = 2 * attention.kv_rank + attention.rope_head_dim
-        flops = 2.0 * attention.num_heads * width
-        by_window[attention.window_tokens] = by_window.get(attention.window_tokens, 0.0) + flops
-    return [(flops, window) for window, flops in by_window.items()]
-
-
-def _pairs(held: int, added: int, window: int | None) -> float:
-    """(query, key) pairs of ``added`` tokens after ``held``: each sees itself and those before."""
-    first, last = held + 1, held + added
-    if window is None or last <= window:
-        return 0.5 * added * (first + last)
-    if first >= window:
-        return float(added * window)
-    inside = window - held
-    return 0.5 * inside * (first + window) + (added - inside) * window

@@ -150,12 +150,15 @@ class PrefixQuestion:
         routing: Which GPU gets a request.
         owners: Which node keeps a region.
         block_tokens: Tokens of a block; a trace brings its own.
+        calibration: File of ``runtime profile`` that fills in what ``[gpu]``, ``[links]`` and
+            ``[product]`` do not give.
     """
 
     modes: Sequence[PrefixModeName] = PREFIX_MODES
     routing: RoutingName = "random"
     owners: OwnerRuleName = "rendezvous"
     block_tokens: int = 64
+    calibration: str | None = None
 
     def __post_init__(self) -> None:
         require_within("prefix", 1, 65_536, block_tokens=self.block_tokens)

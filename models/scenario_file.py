@@ -15,7 +15,8 @@ from typing import Any
 
 import tomli_w
 
-from models.calibration import NAMED
+from models.calibration import NAMED, CalibrationError, load_calibration
+from models.engine_profile import EngineProfile
 from models.llm_catalog import catalog
 from models.precision_settings import PagedWeightScenario
 from models.prefix_settings import PrefixScenario
@@ -25,6 +26,7 @@ from traces.workloads import BUNDLED
 
 DEFAULT_TRACE = "azure-2023-conversation"
 PREFIX_TABLE = "prefix"  # makes it a scenario of a pooled prefix cache
+HARDWARE_TABLE = "hardware"
 PAGED_WEIGHT_TABLES = ("llm", "precision")  # else either of them makes it one of weight pages
 ATTENTION_FFN_TABLES = ("attention_ffn", "faults", "prefill")
 
@@ -91,6 +93,8 @@ def _renamed(tables: Mapping[str, Any], rename: Callable[[str], str]) -> dict[st
     for table, key, known in (
         ("workload", "trace", BUNDLED),
         ("attention_ffn", "calibration", NAMED),
+        ("hardware", "calibration", ()),
+        ("prefix", "calibration", ()),
         ("llm", "model", catalog() if "llm" in copy else ()),
         ("precision", "damage", ("lognormal",)),
     ):
@@ -180,6 +184,9 @@ def parse_prefix(tables: Mapping[str, Any], where: str = "scenario") -> PrefixSc
         workload = tables.get("workload")
         if isinstance(workload, Mapping) and "trace" in workload and "kind" not in workload:
             tables = {**tables, "workload": {"kind": "trace", **workload}}
+        if profile := _profile_of(tables, PREFIX_TABLE):
+            for name, measured in profile.prefix_tables().items():
+                tables = _filled_in(tables, name, measured)
         return typing.cast(PrefixScenario, build_table(PrefixScenario, tables, ""))
     except ScenarioError as error:
         # a table of several kinds at the top has no table above it, hence a stray dot
@@ -199,10 +206,44 @@ def parse_paged_weight(tables: Mapping[str, Any], where: str = "scenario") -> Pa
                 f"[{other}]: does not go with [{_first(tables, PAGED_WEIGHT_TABLES)}]; a scenario "
                 "is either about attention and FFN workers or about expert weights that shrink"
             )
+        if profile := _profile_of(tables, HARDWARE_TABLE):
+            tables = _filled_in(tables, HARDWARE_TABLE, profile.hardware_table())
         built = build_table(PagedWeightScenario, _with_workload(tables), "")
         return typing.cast(PagedWeightScenario, built)
     except ScenarioError as error:
         raise ScenarioError(f"{where}: {error}") from None
+
+
+def _profile_of(tables: Mapping[str, Any], table: str) -> EngineProfile | None:
+    """What the calibration file that a table names has measured of an engine; None without one."""
+    node = tables.get(table)
+    name = node.get("calibration") if isinstance(node, Mapping) else None
+    if not isinstance(name, str):
+        return None  # what it is instead, if anything, is complained about with the table
+    try:
+        found = load_calibration(name)
+    except CalibrationError as error:
+        raise ScenarioError(f"[{table}] calibration: {error}") from None
+    if found.engine is None:
+        raise ScenarioError(
+            f"[{table}] calibration: {name}: has coefficients of attention and FFN only; "
+            "`runtime profile` writes files that say more"
+        )
+    return found.engine
+
+
+def _filled_in(
+    tables: Mapping[str, Any], table: str, measured: Mapping[str, Any]
+) -> dict[str, Any]:
+    """The tables with measured values where one of them does not give its own."""
+    own = tables.get(table, {})
+    if not isinstance(own, Mapping):
+        return dict(tables)
+    filled = {**measured, **own}
+    shares = measured.get("bandwidth_share")
+    if shares and isinstance(own.get("bandwidth_share", {}), Mapping):
+        filled["bandwidth_share"] = {**shares, **own.get("bandwidth_share", {})}
+    return {**tables, table: filled}
 
 
 def _first(tables: Mapping[str, Any], names: Sequence[str]) -> str | None:

@@ -9,7 +9,7 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
-from models.hardware import Device, find_device
+from models.hardware import Device
 from models.hardware_settings import Hardware
 from models.llm_catalog import load_llm
 from models.llm_shape import LlmShape
@@ -191,7 +191,7 @@ def build_model(scenario: PagedWeightScenario) -> PagedWeightModel:
         ScenarioError: If the model has no experts, or memory does not even hold the rest of it.
         HfConfigError: If the model is unknown or its configuration cannot be used.
     """
-    shape, device = load_llm(scenario.llm.model), find_device(scenario.hardware.device)
+    shape, device = load_llm(scenario.llm.model), scenario.hardware.found_device
     try:
         time = MoeStepTime(
             shape,
@@ -230,6 +230,8 @@ def step_rates(hardware: Hardware, device: Device) -> StepRates:
         dense_share=hardware.dense_share,
         attention_share=hardware.attention_share,
         compute_share=hardware.compute_share,
+        expert_compute_share=hardware.expert_compute_share,
+        attention_compute_share=hardware.attention_compute_share,
         launch_seconds=1e-6 * hardware.launch_us,
         launches_per_layer=hardware.launches_per_layer,
         overhead_seconds=1e-6 * hardware.step_overhead_us,
