@@ -12,6 +12,7 @@ import sys
 
 import typer
 
+from runtime.bench_command import bench
 from runtime.calibrate_command import calibrate
 from runtime.demo_model_command import demo_model
 from runtime.doctor_command import doctor
@@ -35,6 +36,7 @@ app = typer.Typer(
 )
 app.command()(serve)
 app.command()(replay)
+app.command()(bench)
 app.command()(calibrate)
 app.command()(quantize)
 app.command()(inspect)

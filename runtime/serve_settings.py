@@ -56,19 +56,22 @@ def engine_settings(
     if options.overrides and options.scenario is None:
         raise EngineSettingsError("--set: changes a scenario; give one with --scenario")
     settings: dict[str, Any] = {}
+    model = options.model
     if options.scenario is not None:
         from runtime.scenario_engine import scenario_settings
 
-        overrides = options.overrides
-        if options.model is not None:  # the scenario's memory is shared out for this model
-            overrides = (*overrides, f"llm.model={json.dumps(str(options.model.absolute()))}")
-        settings.update(scenario_settings(options.scenario, overrides))
-    if options.model is not None:
-        settings["model"] = str(options.model)
-    if "model" not in settings:
+        if model is None:
+            named = scenario_settings(options.scenario, options.overrides).get("model")
+            model = None if named is None else Path(named)
+    if model is None:
         from runtime.demo_model import ensure_demo_model
 
-        settings["model"] = str(ensure_demo_model(say=say))
+        model = ensure_demo_model(say=say)
+    if options.scenario is not None and (model / "config.json").is_file():
+        # the scenario's memory is shared out for the model that is served
+        served = f"llm.model={json.dumps(str(model.absolute()))}"
+        settings.update(scenario_settings(options.scenario, (*options.overrides, served)))
+    settings["model"] = str(model)
     folder = Path(settings["model"])
     if not (folder / "config.json").is_file():
         raise EngineSettingsError(f"{folder}: is no checkpoint folder: it has no config.json")
