@@ -17,6 +17,7 @@ from runtime.calibrate_command import calibrate
 from runtime.demo_model_command import demo_model
 from runtime.doctor_command import doctor
 from runtime.inspect_command import inspect
+from runtime.profile_command import profile
 from runtime.quantize_command import quantize
 from runtime.replay_command import replay
 from runtime.serve_command import serve
@@ -37,6 +38,7 @@ app = typer.Typer(
 app.command()(serve)
 app.command()(replay)
 app.command()(bench)
+app.command()(profile)
 app.command()(calibrate)
 app.command()(quantize)
 app.command()(inspect)
