@@ -45,15 +45,16 @@ class TokenLimit:
         return room if wanted is None else min(wanted, room)
 
     def too_long(self, found: str, param: str) -> ApiError:
-        """400 for a prompt that leaves no room for one token."""
-        what = (
-            "The memory for keys and values holds at most"
-            if self.is_memory
-            else "The model's context is at most"
-        )
+        """400 for a prompt that leaves no room for one token.
+
+        Clients have no field to tell it from other errors, so LiteLLM looks for OpenAI's "this
+        model's maximum context length is" and LangChain for "prompt is too long".
+        """
+        why = " with the memory there is for keys and values" if self.is_memory else ""
         return invalid(
-            f"{what} {self.tokens} tokens of prompt and answer together; the prompt has {found},"
-            f" at most {self.tokens - 1} are possible.",
+            f"This model's maximum context length is {self.tokens} tokens of prompt and answer"
+            f" together{why}; the prompt is too long: it has {found}, at most {self.tokens - 1} are"
+            " possible.",
             param,
             "context_length_exceeded",
         )
