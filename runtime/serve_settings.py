@@ -84,7 +84,7 @@ def engine_settings(
             memory_bytes=_size("--prefix-memory", options.prefix_memory),
             ssd_bytes=_size("--prefix-ssd", options.prefix_ssd),
         ),
-        decision_log=None if options.decisions is None else str(options.decisions.absolute()),
+        decision_log=_file_to_write("--decisions", options.decisions),
         decision_log_calls=options.decision_calls,
     )
     if options.memory is not None:
@@ -119,6 +119,18 @@ def _one_of(option: str, text: str, allowed: tuple[str, ...]) -> str:
     if text not in allowed:
         raise EngineSettingsError(f"{option}: must be {', '.join(allowed)}, found {text!r}")
     return text
+
+
+def _file_to_write(option: str, path: Path | None) -> str | None:
+    """Known to be possible before a long run, not only at its end."""
+    if path is None:
+        return None
+    folder = path.absolute().parent
+    if not folder.is_dir():
+        raise EngineSettingsError(f"{option}: {path}: there is no folder {folder}")
+    if path.is_dir() or not os.access(folder, os.W_OK):
+        raise EngineSettingsError(f"{option}: {path}: cannot be written")
+    return str(path.absolute())
 
 
 def _size(option: str, text: str) -> int:

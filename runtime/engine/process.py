@@ -196,8 +196,10 @@ def run_engine(
     try:
         EngineProcess(connection, parts).run()
     finally:
-        with contextlib.suppress(OSError):
+        try:
             write_decisions(parts)
+        except OSError as error:
+            sys.stderr.write(f"engine: the decision log is lost: {error}\n")
         parts.close()
         connection.close()
     return 0

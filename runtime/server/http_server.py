@@ -16,6 +16,7 @@ from runtime.server.app import App, make_app
 from runtime.server.engine_client import EngineClient, EngineGoneError
 from runtime.server.front_end import FrontEnd
 from runtime.server.http_protocol import protocol_class
+from runtime.server.listening import BACKLOG, check_certificate, listen
 from runtime.server.logs import log
 from runtime.server.settings import ServerSettings
 from runtime.text.chat_template import ChatTemplate
@@ -113,9 +114,11 @@ async def serve(
     Raises:
         Exception: What ``open_engine`` raised; the server has ended then.
         EngineGoneError: If the engine has ended by itself; the server has ended then.
-        SystemExit: If the address cannot be listened on.
+        ListenError: If the address cannot be listened on.
     """
+    check_certificate(address.certificate, address.key)
     app = make_app(settings)
+    listeners = [listener] if listener is not None else _listeners(address)
     server = DrainingServer(http_config(app, settings, address), app.front)
     opened: list[Opened] = []
 
@@ -146,7 +149,7 @@ async def serve(
     loading = asyncio.create_task(load())
     watching = asyncio.create_task(watch())
     try:
-        await server.serve(None if listener is None else [listener])
+        await server.serve(listeners)
         if opened and not opened[0].engine.is_alive:
             raise EngineGoneError("the engine has ended by itself; see what it said before")
     finally:
@@ -203,11 +206,17 @@ def http_config(app: App, settings: ServerSettings, address: Address) -> uvicorn
         lifespan="on",
         log_config=None,
         access_log=False,
+        backlog=BACKLOG,
         server_header=False,
         root_path=settings.root_path,
         timeout_keep_alive=75,
         timeout_graceful_shutdown=int(_GRACE_S),
     )
+
+
+def _listeners(address: Address) -> list[socket.socket] | None:
+    """None: uvicorn makes the Unix socket."""
+    return None if address.unix_socket else listen(address.host, address.port)
 
 
 def _port_of(server: uvicorn.Server) -> int:
