@@ -15,6 +15,7 @@ from models.streams import stream
 from policies.batching.log import ReplayedBatching
 from policies.catalog import PROVISIONING, routing_policy
 from policies.precision_log import ReplayedPrecision
+from policies.prefix.request_routing_log import ReplayedRequestRouting
 from policies.prefix.store_log import ReplayedStore
 from policies.provisioning import Provisioning, ProvisioningLimits
 from policies.routing import RoutingPolicy
@@ -22,10 +23,12 @@ from traces.decisions import Decision, plain, read_decisions
 from traces.errors import TraceError
 from traces.lengths import LengthPairs
 
-REPLAYED: Final[dict[str, type[ReplayedBatching | ReplayedPrecision | ReplayedStore]]] = {
+Replayed = ReplayedBatching | ReplayedPrecision | ReplayedRequestRouting | ReplayedStore
+REPLAYED: Final[dict[str, type[Replayed]]] = {
     "batching": ReplayedBatching,
     "precision": ReplayedPrecision,
     "prefix": ReplayedStore,
+    "request_routing": ReplayedRequestRouting,
 }
 
 
@@ -101,7 +104,7 @@ def _fresh(file: Path, recipes: Mapping[str, Any], name: str) -> Any:
 
 
 def _repeat(policy: Any, decision: Decision) -> Any:
-    if isinstance(policy, ReplayedBatching | ReplayedPrecision | ReplayedStore):
+    if isinstance(policy, Replayed):
         return policy.repeat(decision.call, decision.args, now=decision.now)
     is_provisioning = isinstance(policy, Provisioning)
     call = "decide" if is_provisioning else "assign"
