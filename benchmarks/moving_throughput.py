@@ -1,14 +1,14 @@
 """Tokens per second while widths move, against fixed widths of the same bytes.
 
-    python benchmarks/moving_throughput.py [--repeats 5] [--batches 1,4,16]
+    python benchmarks/moving_throughput.py [--repeats 5] [--batches 1,4,16] [--groups 4]
 
 A mixture-of-experts model with random weights (6 layers of 16 experts, 113 M expert weights, more
-than the caches hold) is quantized once into a cache folder and decoded on the CPU, one kernel
-thread. Long sequences alternate with short ones, so the KV cache breathes:
+than the caches hold) is quantized once into a cache folder and served by the engine on the CPU, one
+kernel thread. Long sequences alternate with short ones, so the KV cache breathes:
 
 * planned: the precision policy shrinks, restores and exchanges at step boundaries, a thread copies
   planes into the arena, every copy is verified;
-* fixed: the same loop and requests, widths of the same time-averaged bytes that never move, no
+* fixed: the same engine and requests, widths of the same time-averaged bytes that never move, no
   policy: q bits for some blocks and q + 1 for the rest;
 * fixed again: how far two equal runs lie apart on this machine.
 
@@ -26,6 +26,7 @@ import statistics
 import time
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Any
 
 os.environ.setdefault("OMP_NUM_THREADS", "1")
 
@@ -33,13 +34,18 @@ import numpy as np
 import torch
 import transformers
 
-from policies.precision import PrecisionPolicy
-from policies.precision_state import PrecisionSettings
-from runtime.decode_loop import DecodeLoop
-from runtime.loaded_model import LoadedModel, load_quantized
-from runtime.paged_experts import PagedExpertLayers
-from runtime.precision_control import PrecisionControl
+from policies.orders import BitWidths, PrecisionOrders
+from policies.precision_tables import BlockTables
+from runtime.engine.build import build_engine
+from runtime.engine.core import EngineCore
+from runtime.engine.frames import NewSequence, Sampling
+from runtime.engine.settings import EngineSettings, PrefixSettings
+from runtime.engine.weight_pages import checkpoint_tables
+from runtime.model.kv_layout import KvLayout
+from runtime.model.spec_config import read_model_spec
+from runtime.page_movement import PageMover
 from runtime.quantize import quantize_checkpoint
+from runtime.quantized_checkpoint import QuantizedCheckpoint
 
 PAGE_BYTES = 32 * 1024
 PROMPT_TOKENS, NEW_TOKENS = 48, 96
@@ -83,92 +89,112 @@ def quantized_folder() -> Path:
     return folder / "quantized"
 
 
-def pages_of_run(loaded: LoadedModel, batch: int) -> int:
-    tokens = PROMPT_TOKENS + NEW_TOKENS
-    per_layer = -(-tokens // loaded.cache.tokens_per_page)
-    return batch * per_layer * loaded.config.layers
+@dataclass(frozen=True)
+class Case:
+    """Requests of one batch size on one checkpoint."""
 
+    folder: Path
+    batch: int
+    groups: int
 
-def run(
-    batch: int, groups: int, arena_pages: int, bits: np.ndarray | int, policy: bool
-) -> Measured:
-    loaded = load_quantized(
-        quantized_folder(), arena_pages=arena_pages, bits=bits, page_bytes=PAGE_BYTES
-    )
-    control = None
-    if policy:
-        share = pages_of_run(loaded, batch) / arena_pages  # of the cache at its peak
-        settings = PrecisionSettings(
-            low_share=0.1 * share,
-            target_share=0.2 * share,
-            high_share=0.4 * share,
-            calm_steps=8,
-            plan_interval_s=0.2,
-            link_bytes_per_s=4e9,
-            link_share=0.25,
+    def kv_pages(self) -> int:
+        """Pages of the keys and values of all sequences at their longest."""
+        layout = KvLayout(read_model_spec(self.folder).kv_layers, torch.float32, PAGE_BYTES)
+        blocks = -(-(PROMPT_TOKENS + NEW_TOKENS) // layout.block_tokens)
+        return self.batch * blocks * layout.block_pages
+
+    def settings(self, arena_pages: int, **chosen: Any) -> EngineSettings:
+        return EngineSettings(
+            model=str(self.folder),
+            dtype="float32",
+            memory_bytes=arena_pages * PAGE_BYTES,
+            page_bytes=PAGE_BYTES,
+            max_running=self.batch,
+            prefill_tokens=256,
+            prefix=PrefixSettings(place="none"),
+            decision_log_calls=0,
+            **chosen,
         )
-        control = PrecisionControl(
-            PrecisionPolicy(
-                loaded.tables, arena_pages=arena_pages, page_bytes=PAGE_BYTES, settings=settings
-            ),
-            loaded.mover,
-            loaded.arena,
-            layers=loaded.config.layers,
-            experts=loaded.config.experts,
-            calibrated_mass=(np.full((6, 16), 1 / 16), np.full((6, 16), 1 / 32)),
+
+    def planned(self, arena_pages: int) -> Measured:
+        """Under the precision policy."""
+        share = self.kv_pages() / arena_pages  # of the cache at its peak
+        settings = self.settings(
+            arena_pages,
             hot_bits=3,
+            precision_settings={
+                "low_share": 0.1 * share,
+                "target_share": 0.2 * share,
+                "high_share": 0.4 * share,
+                "calm_steps": 8,
+                "plan_interval_s": 0.2,
+                "link_bytes_per_s": 4e9,
+                "link_share": 0.25,
+            },
         )
-    experts = PagedExpertLayers(
-        loaded.config,
-        loaded.arena,
-        loaded.mover.tables,
-        observe=control.observe if control else None,
-    )
-    start = time.perf_counter()
-    loop = DecodeLoop(
-        loaded.decoder,
-        loaded.cache,
-        experts,
-        clock=lambda: time.perf_counter() - start,
-        control=control,
-        mover=loaded.mover,
-        max_running=batch,
-    )
-    rng = np.random.default_rng(batch)
-    tokens = steps = 0
-    weight_bytes = 0.0
-    lowest, highest = 9.0, 0.0
-    begin, engine_begin = time.perf_counter(), time.thread_time()
-    for group in range(groups):
-        for _ in range(batch if group % 2 == 0 else 4 * batch):
+        return self.measured(EngineCore(build_engine(settings)))
+
+    def fixed(self, arena_pages: int, bits: np.ndarray) -> Measured:
+        """At widths that never move."""
+        core = EngineCore(build_engine(self.settings(arena_pages, precision=int(bits.max()))))
+        mover = core.parts.mover
+        assert mover is not None
+        narrower = np.flatnonzero(bits < bits.max())
+        nothing = np.zeros(0, np.int64)
+        drops = BitWidths(narrower, bits[narrower])
+        mover.plan(PrecisionOrders(1, drops, BitWidths(nothing, nothing)), step=0)
+        while not mover.at_rest:
+            core.idle()
+        assert mover.tables.bits.tolist() == bits.tolist()
+        return self.measured(core)
+
+    def measured(self, core: EngineCore) -> Measured:
+        """All requests served; the engine is closed."""
+        parts = core.parts
+        mover: PageMover | None = parts.mover
+        assert mover is not None
+        rng = np.random.default_rng(self.batch)
+        steps = 0
+        weight_bytes = 0.0
+        lowest, highest = 9.0, 0.0
+        begin, engine_begin = time.perf_counter(), time.thread_time()
+        for group in range(self.groups):
             new_tokens = NEW_TOKENS if group % 2 == 0 else NEW_TOKENS // 4
-            loop.add(
-                rng.integers(3, 2048, size=PROMPT_TOKENS * new_tokens // NEW_TOKENS), new_tokens
-            )
-        while loop.running or loop.waiting:
-            report = loop.step()
-            tokens += report.generated_tokens
-            steps += 1
-            weight_bytes += loaded.arena.ledger.held_pages("weights") * PAGE_BYTES
-            mean = float(loaded.mover.tables.bits.mean())
-            lowest, highest = min(lowest, mean), max(highest, mean)
-    seconds, engine_s = time.perf_counter() - begin, time.thread_time() - engine_begin
-    report = loaded.mover.report()
-    loaded.close()
-    return Measured(
-        tokens / seconds,
-        tokens / engine_s,
-        weight_bytes / steps,
-        report.moved_bytes,
-        dict(control.decisions) if control else {},
-        (lowest, highest),
-    )
+            prompt_tokens = PROMPT_TOKENS * new_tokens // NEW_TOKENS
+            for number in range(self.batch if group % 2 == 0 else 4 * self.batch):
+                prompt = rng.integers(3, parts.info.vocabulary, size=prompt_tokens)
+                core.add(
+                    NewSequence(
+                        sequence_id=f"{group}-{number}",
+                        prompt=tuple(prompt.tolist()),
+                        sampling=Sampling(max_tokens=new_tokens, temperature=0.0, ignore_eos=True),
+                    )
+                )
+            while core.has_work:
+                core.step()
+                steps += 1
+                weight_bytes += parts.arena.ledger.held_pages("weights") * PAGE_BYTES
+                mean = float(mover.tables.bits.mean())
+                lowest, highest = min(lowest, mean), max(highest, mean)
+        seconds, engine_s = time.perf_counter() - begin, time.thread_time() - engine_begin
+        stats = core.stats()
+        parts.close()
+        if stats.failed_steps_total or stats.refused_total:
+            raise SystemExit(f"not all requests were served: {stats}")
+        return Measured(
+            stats.generated_tokens_total / seconds,
+            stats.generated_tokens_total / engine_s,
+            weight_bytes / steps,
+            stats.moved_bytes_total,
+            stats.planner_moves_total,
+            (lowest, highest),
+        )
 
 
-def fixed_widths(loaded: LoadedModel, weight_bytes: float) -> np.ndarray:
+def fixed_widths(tables: BlockTables, weight_bytes: float) -> np.ndarray:
     """q bits for the last blocks and q + 1 for the first, together about ``weight_bytes``."""
-    held = loaded.tables.bytes_
-    widths = np.asarray(loaded.tables.bits)
+    held = tables.bytes_
+    widths = np.asarray(tables.bits)
     totals = held.sum(axis=0)
     level = int(np.searchsorted(totals, weight_bytes, side="right")) - 1
     if not 0 <= level < len(widths) - 1:
@@ -185,21 +211,25 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("--repeats", type=int, default=5)
     parser.add_argument("--batches", default="1,4,16")
+    parser.add_argument("--groups", type=int, help="of requests; by default as the batch needs")
+    parser.add_argument(
+        "--model", type=Path, help="a quantized checkpoint, instead of the one made"
+    )
+    parser.add_argument("--out", type=Path, default=RESULTS)
     arguments = parser.parse_args()
-    torch.set_num_threads(1)
-    loaded = load_quantized(quantized_folder(), arena_pages=20_000, bits=2, page_bytes=PAGE_BYTES)
-    totals = loaded.tables.bytes_.sum(axis=0)
-    by_width = dict(zip(loaded.tables.bits, (totals // PAGE_BYTES).tolist(), strict=True))
+    folder = arguments.model or quantized_folder()
+    tables = checkpoint_tables(QuantizedCheckpoint.open(folder), PAGE_BYTES)
+    totals = tables.bytes_.sum(axis=0)
+    by_width = dict(zip(tables.bits, (totals // PAGE_BYTES).tolist(), strict=True))
     results = []
     for batch in (int(b) for b in arguments.batches.split(",")):
         # at the peak of the cache the weights must fall from 5 bits to about 3.5
-        kv = pages_of_run(loaded, batch)
-        groups = max(4, 16 // batch)
+        case = Case(folder, batch, arguments.groups or max(4, 16 // batch))
+        kv = case.kv_pages()
         room = (by_width[3] + by_width[4]) // 2
         arena = int((room + kv) / 0.95)
-        first = np.full(loaded.mover.tables.num_blocks, 4)
-        probe = run(batch, groups, arena, first, True)
-        bits = fixed_widths(loaded, probe.mean_weight_bytes)
+        probe = case.planned(arena)
+        bits = fixed_widths(tables, probe.mean_weight_bytes)
         roomy = by_width[5] + 2 * kv
         pairs: dict[str, list[float]] = {"planned": [], "fixed": [], "again": []}
         engine: dict[str, list[float]] = {"planned": [], "fixed": [], "again": []}
@@ -208,9 +238,9 @@ def main() -> None:
             names = list(pairs)
             for name in names[turn % 3 :] + names[: turn % 3]:
                 if name == "planned":
-                    found = planned = run(batch, groups, arena, first, True)
+                    found = planned = case.planned(arena)
                 else:
-                    found = run(batch, groups, roomy, bits, False)
+                    found = case.fixed(roomy, bits)
                 pairs[name].append(found.tokens_per_s)
                 engine[name].append(found.tokens_per_engine_cpu_s)
         losses = [1 - p / f for p, f in zip(pairs["planned"], pairs["fixed"], strict=True)]
@@ -242,8 +272,7 @@ def main() -> None:
             f"mean bits {probe.widths[0]:.2f}..{probe.widths[1]:.2f}, "
             f"moved {row['moved_mib']:,.0f} MiB, {planned.decisions}"
         )
-    loaded.close()
-    RESULTS.write_text(
+    arguments.out.write_text(
         json.dumps(
             {"machine": platform.processor() or platform.machine(), "rows": results}, indent=1
         )

@@ -1,8 +1,8 @@
 """Continuous batching on simulated time, in one arena with expert weights whose widths may move.
 
 One event is one engine step. At its boundary widths commit and the policy speaks, then the running
-sequences get their tokens and pages (``paged_weight_batch``). The runtime's decode loop does the
-same on devices.
+sequences get their tokens and pages (``paged_weight_batch``). The runtime's engine does the same
+on devices.
 
     boundary t --- step t computes --- boundary t+1
 """
