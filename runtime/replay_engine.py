@@ -31,7 +31,13 @@ Show = Callable[[float, float], None]
 
 
 class EngineReplay:
-    """One replay on one engine, which must not have computed anything yet."""
+    """One replay on one engine, which must not have computed anything yet.
+
+    Attributes:
+        fates, series, totals: See ``ReplayRun``.
+        core: The engine.
+        narrowest_bits: [blocks] widths when their mean was smallest; empty if they never shrank.
+    """
 
     def __init__(
         self,
@@ -63,6 +69,7 @@ class EngineReplay:
         self.core = EngineCore(parts)
         self._seen_bits: NDArray[np.int32] = np.zeros(0, dtype=np.int32)
         self._quality = (0.0, 0.0)
+        self.narrowest_bits: NDArray[np.int32] = np.zeros(0, dtype=np.int32)
         self._failed_in_a_row = 0
 
     def run(
@@ -211,7 +218,9 @@ class EngineReplay:
         totals.running_peak = max(totals.running_peak, running)
         totals.kv_pages_peak = max(totals.kv_pages_peak, kv_pages)
         totals.kv_tokens_peak = max(totals.kv_tokens_peak, int(accounts.computed.sum()))
-        totals.least_bits = min(totals.least_bits, bits)
+        if bits < totals.least_bits:
+            totals.least_bits = bits
+            self.narrowest_bits = self._seen_bits  # replaced, never written
         self._sample(now)
 
     def _sample(self, now: float) -> None:
