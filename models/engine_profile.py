@@ -93,7 +93,7 @@ class Provenance:
     Attributes:
         cpu: Model of the processor.
         threads: Of the kernels.
-        clock: ``wall`` or ``cpu`` seconds; transfers are always by wall time.
+        clock: ``wall`` or ``cpu`` seconds; the prefix store's places are always by wall time.
         versions: Of the product and what it computes with.
         experts: ``none``, ``plain`` or ``quantized``.
         dtype: Of the other weights, keys and values.

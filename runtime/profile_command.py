@@ -134,7 +134,7 @@ def _print(found: Calibration) -> None:
         f"{found.model} on {engine.device.name}: {origin.rounds} rounds, {origin.clock} time",
         highlight=False,
     )
-    table = Table("fit", "points", "R2", "off, median", "worst", "measured range", "")
+    table = Table("fit", "points", "R2", "off, median", "worst", "measured range")
     for name, fit in engine.fits.items():
         table.add_row(
             name,
@@ -143,7 +143,6 @@ def _print(found: Calibration) -> None:
             f"{100 * fit.median_relative_error:.1f} %",
             f"{100 * fit.max_relative_error:.0f} %",
             f"{fit.min:,.0f} to {fit.max:,.0f} {fit.unit}",
-            fit.warning or "",
         )
     console.print(table)
     rates, device = engine.rates, engine.device
@@ -170,6 +169,9 @@ def _print(found: Calibration) -> None:
         )
     for name, text in figures.items():
         console.print(f"  {name}: {text}", highlight=False)
+    for name, fit in engine.fits.items():
+        if fit.warning:
+            console.print(f" - {name}: {fit.warning}", highlight=False)
     for note in found.notes:
         console.print(f" - {note}", highlight=False)
 

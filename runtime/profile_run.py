@@ -158,7 +158,9 @@ def profile_model(
         steps.close()
     del steps, model
     gc.collect()
-    job_bytes, job_s = measure_page_copies(page_bytes=layout.page_bytes, rounds=plan.rounds)
+    job_bytes, job_s = measure_page_copies(
+        page_bytes=layout.page_bytes, rounds=plan.rounds, clock=ticks
+    )
     tiers: dict[str, TierTimes] = {}
     if with_tiers:
         progress = show("prefix store")

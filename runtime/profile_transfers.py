@@ -8,11 +8,12 @@ from typing import Final
 import numpy as np
 from numpy.typing import NDArray
 
+from models.measurements import MIN_SECONDS
 from runtime.page_arena import PageArena
 from runtime.page_devices import CopyJob, CpuDevice
 from runtime.page_movement import DEFAULT_JOB_BYTES
 from runtime.page_tables import PageTables
-from runtime.profile_clock import ProfileError
+from runtime.profile_clock import Clock, ProfileError
 
 ARENA_BYTES: Final = 64 << 20
 JOB_BYTES: Final = (64 << 10, 512 << 10, DEFAULT_JOB_BYTES)
@@ -21,9 +22,9 @@ POLL_S: Final = 20e-6
 
 
 def measure_page_copies(
-    *, page_bytes: int, rounds: int
+    *, page_bytes: int, rounds: int, clock: Clock = time.perf_counter
 ) -> tuple[NDArray[np.float64], NDArray[np.float64]]:
-    """[n] bytes and [n] median wall seconds of jobs, from the order to their end being known.
+    """[n] bytes and [n] median seconds of jobs, from the order to their end being known.
 
     Pages are those of an arena that has been used: scattered, in no order. Every copy is read back
     for its checksum, as the engine has it.
@@ -31,6 +32,7 @@ def measure_page_copies(
     Args:
         page_bytes: Of the arena.
         rounds: Of which medians are taken.
+        clock: Seconds; processor time takes in the thread that copies.
 
     Raises:
         ProfileError: If a copy fails or does not end.
@@ -61,7 +63,7 @@ def measure_page_copies(
                     arena_pages=random.permutation(pages)[:count].astype(np.int32),
                 )
                 number += 1
-                took_s = _copy(device, job)
+                took_s = _copy(device, job, clock)
                 if round_number:  # the first one touches memory for the first time
                     seconds[count].append(took_s)
     finally:
@@ -70,13 +72,13 @@ def measure_page_copies(
     return load, np.array([float(np.median(seconds[count])) for count in counts])
 
 
-def _copy(device: CpuDevice, job: CopyJob) -> float:
-    start_s = time.perf_counter()
+def _copy(device: CpuDevice, job: CopyJob, clock: Clock) -> float:
+    late_s, start_s = time.monotonic() + PATIENCE_S, clock()
     device.start(job)
     while not (ends := device.ended()):
-        if time.perf_counter() - start_s > PATIENCE_S:
+        if time.monotonic() > late_s:
             raise ProfileError(f"page copies: a job did not end within {PATIENCE_S:g} s")
         time.sleep(POLL_S)
     if ends[0].error is not None:
         raise ProfileError(f"page copies: {ends[0].error}")
-    return time.perf_counter() - start_s
+    return max(clock() - start_s, MIN_SECONDS)
