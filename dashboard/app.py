@@ -12,6 +12,7 @@ from dashboard.form import ask_form
 from dashboard.layout import show_answer, show_error, show_headline, show_origin
 from dashboard.prefix_form import ask_prefix
 from dashboard.prefix_page import show_prefix_answer, show_prefix_question
+from dashboard.saved_report import show_saved_report
 from dashboard.sidebar import SOURCES, ask_file, ask_saved_run
 from dashboard.takeaway import show_takeaway
 from dashboard.uploads import keep_upload
@@ -103,10 +104,16 @@ def _show_saved(path: str) -> None:
     if not path:
         st.info("Type the path of a run directory on the left.")
         return
-    summary = read_run(path).summary
+    record = read_run(path)
+    summary = record.summary
     if summary.get("kind") == PREFIX_CACHE:
         show_origin(summary, path)
         show_prefix_answer(summary)
+        return
+    if "bundle" not in summary:  # weights that shrink, or a replay
+        show_origin(summary, path)
+        show_saved_report(record)
+        show_takeaway(summary, None)
         return
     if "recommendation" in summary:
         show_headline(summary)

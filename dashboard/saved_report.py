@@ -1,0 +1,20 @@
+"""A saved run as its directory has it: the report as printed, and its pictures.
+
+For runs that are no answer to the form's question: weights that shrink, replays on an engine.
+"""
+
+from __future__ import annotations
+
+import streamlit as st
+
+from traces.record import RunRecord
+
+
+def show_saved_report(record: RunRecord) -> None:
+    """Report and pictures of a run directory."""
+    report = record.files.get("report.txt")
+    if report is not None:
+        st.code(report.decode("utf-8", "replace").strip("\n"), language=None)
+    for name, content in sorted(record.files.items()):
+        if name.endswith(".png"):
+            st.image(content, caption=name.removesuffix(".png"))
