@@ -1,7 +1,7 @@
 """aiperf counts tokens by itself: `python aiperf_usage.py URL MODEL CHECKPOINT_FOLDER`.
 
-Needs aiperf. Each request's `usage` must be aiperf's own count of prompt and answer, answers must be
-as long as asked for, and aiperf must have no warning about either. Exit code 1 if not.
+Needs aiperf. Each request's `usage` must be aiperf's own count of prompt and answer, answers must
+be as long as asked for, and aiperf must have no warning about either. Exit code 1 if not.
 
 Answers are bound to capital letters, each of which is one token of the tiny model: the bytes that a
 random model likes to say are no text, so no client could count them from what it reads.
@@ -19,7 +19,11 @@ from pathlib import Path
 
 REQUESTS = 20
 PROMPT_TOKENS, ANSWER_TOKENS = 32, 8
-EXACT = ("usage_prompt_tokens_diff_pct", "usage_completion_tokens_diff_pct", "osl_mismatch_diff_pct")
+EXACT = (
+    "usage_prompt_tokens_diff_pct",
+    "usage_completion_tokens_diff_pct",
+    "osl_mismatch_diff_pct",
+)
 OFFLINE = ("HF_HUB_OFFLINE", "TRANSFORMERS_OFFLINE")
 
 
