@@ -82,6 +82,7 @@ class GenerationBody(msgspec.Struct, kw_only=True):
     prompt_logprobs: Annotated[int, Meta(ge=0, le=MAX_LOGPROBS)] | None = None
     cache_salt: Annotated[str, Meta(min_length=1, max_length=512)] | None = None
     return_token_ids: bool | None = None
+    prompt_cache_key: Annotated[str, Meta(max_length=512)] | None = None
     user: str | None = None
     priority: int | None = None
     response_format: ResponseFormat | None = None

@@ -43,6 +43,7 @@ class Job:
         include_stop: They stay in the text.
         skip_special_tokens: They are not part of the text.
         salt: Of the tenant.
+        session: What the client calls requests that belong together; for routing alone.
         stream, include_usage, continuous_usage: How it is written.
         echo: The prompt's text comes first.
         is_scored_only: Nothing is generated; the engine's one token is dropped.
@@ -62,6 +63,7 @@ class Job:
     include_stop: bool = False
     skip_special_tokens: bool = True
     salt: str = ""
+    session: str = ""
     stream: bool = False
     include_usage: bool = False
     continuous_usage: bool = False
@@ -92,6 +94,7 @@ class Job:
                     seed=choice_seed(self.sampling.seed, index % self.n),
                 ),
                 salt=self.salt,
+                session=self.session,
             )
             for index in range(len(self.prompts) * self.n)
             for prompt in (self.prompt_of(index),)

@@ -118,12 +118,26 @@ class ServerCollector(Collector):
         """All metrics; no label holds anything of a request's content."""
         engines = self._engines()
         stats = [engine.stats for engine in engines]
+        yield from self._engines_alive(engines)
         yield from self._engine_numbers(stats)
         yield from self._by_label(stats)
         yield from self._front_end()
         yield from self._histograms()
         if engines:
             yield from _infos(self._model, [engine.info for engine in engines])
+
+    def _engines_alive(self, engines: Sequence[EngineClient]) -> Iterator[Metric]:
+        alive = GaugeMetricFamily(
+            OURS + "engine_alive", "1 while the engine is there, else 0.", labels=_LABELS
+        )
+        starts = CounterMetricFamily(
+            OURS + "engine_starts", "Starts of the engine, the first among them.", labels=_LABELS
+        )
+        for number, engine in enumerate(engines):
+            labels = [self._model, str(number)]
+            alive.add_metric(labels, float(engine.is_alive))
+            starts.add_metric(labels, getattr(engine, "starts", 1))
+        yield from (alive, starts)
 
     def _engine_numbers(self, stats: Sequence[EngineStats]) -> Iterator[Metric]:
         for family, numbers in (

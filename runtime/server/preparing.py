@@ -159,6 +159,7 @@ def _job(
         include_stop=bool(body.include_stop_str_in_output),
         skip_special_tokens=body.skip_special_tokens is not False,
         salt=body.cache_salt or "",
+        session=body.prompt_cache_key or body.user or "",
         stream=bool(body.stream),
         include_usage=options is not None and bool(options.include_usage),
         continuous_usage=options is not None

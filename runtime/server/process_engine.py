@@ -4,27 +4,19 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
-import itertools
 import os
 import socket
 import subprocess
 import sys
-import time
-from collections.abc import AsyncIterator, Iterable
 from typing import Final
 
 import msgspec
 
 from runtime.engine.frames import (
-    Abort,
     Control,
     ControlDone,
     EngineInfo,
-    EngineStats,
     FromEngine,
-    NewSequence,
-    Outputs,
-    SequenceOutput,
     ToEngine,
 )
 from runtime.engine.settings import EngineSettings
@@ -36,7 +28,7 @@ from runtime.engine.wire import (
     length_of,
     packed,
 )
-from runtime.server.engine_client import EngineGoneError
+from runtime.server.framed_engine import FramedEngine
 
 SHUTDOWN_S: Final = 10.0
 PASSIVE_THREADS: Final = {"OMP_WAIT_POLICY": "PASSIVE", "KMP_BLOCKTIME": "0"}
@@ -46,7 +38,7 @@ class EngineStartError(ValueError):
     """The engine did not start; the message is its own."""
 
 
-class ProcessEngine:
+class ProcessEngine(FramedEngine):
     """The front end's side of the socket; see ``EngineClient``."""
 
     def __init__(
@@ -57,13 +49,8 @@ class ProcessEngine:
         info: EngineInfo,
     ) -> None:
         """See ``start``."""
+        super().__init__(info)
         self._process, self._reader, self._writer = process, reader, writer
-        self._info, self._stats = info, EngineStats()
-        self._heard_s = time.monotonic()
-        self._is_alive = True
-        self._queues: dict[str, asyncio.Queue[SequenceOutput | None]] = {}
-        self._controls: dict[int, asyncio.Future[str]] = {}
-        self._numbers = itertools.count(1)
         self._listening = asyncio.create_task(self._listen())
 
     @classmethod
@@ -104,79 +91,9 @@ class ProcessEngine:
         raise EngineStartError(f"the engine ended with exit code {code} before it was ready")
 
     @property
-    def info(self) -> EngineInfo:
-        """What it serves."""
-        return self._info
-
-    @property
-    def stats(self) -> EngineStats:
-        """Its last report."""
-        return self._stats
-
-    @property
-    def silent_s(self) -> float:
-        """Seconds since it last said anything."""
-        return time.monotonic() - self._heard_s
-
-    @property
-    def is_alive(self) -> bool:
-        """False once it has ended."""
-        return self._is_alive
-
-    @property
     def process_id(self) -> int:
         """Of the engine."""
         return self._process.pid
-
-    async def submit(self, sequence: NewSequence) -> AsyncIterator[SequenceOutput]:
-        """See ``EngineClient.submit``."""
-        if not self._is_alive:
-            raise EngineGoneError("the engine has ended")
-        queue: asyncio.Queue[SequenceOutput | None] = asyncio.Queue()
-        self._queues[sequence.sequence_id] = queue
-        is_over = False
-        try:
-            self._say(sequence)
-            while not is_over:
-                output = await queue.get()
-                if output is None:
-                    is_over = True
-                    raise EngineGoneError("the engine has ended")
-                is_over = output.finish_reason is not None
-                yield output
-        finally:
-            self._queues.pop(sequence.sequence_id, None)
-            if not is_over:
-                self._say(Abort((sequence.sequence_id,)))
-
-    def abort(self, sequence_ids: Iterable[str]) -> None:
-        """See ``EngineClient.abort``."""
-        known = tuple(name for name in sequence_ids if name in self._queues)
-        if known:
-            self._say(Abort(known))
-            for name in known:
-                self._queues[name].put_nowait(
-                    SequenceOutput(sequence_id=name, finish_reason="abort")
-                )
-
-    async def control(self, command: str) -> None:
-        """See ``EngineClient.control``."""
-        if not self._is_alive:
-            raise EngineGoneError("the engine has ended")
-        number = next(self._numbers)
-        done: asyncio.Future[str] = asyncio.get_running_loop().create_future()
-        self._controls[number] = done
-        try:
-            self._say(
-                msgspec.convert(
-                    {"type": "control", "command": command, "number": number}, type=Control
-                )
-            )
-            error = await done
-        finally:
-            self._controls.pop(number, None)
-        if error:
-            raise RuntimeError(error)
 
     async def close(self) -> None:
         """See ``EngineClient.close``."""
@@ -195,44 +112,12 @@ class ProcessEngine:
     async def _listen(self) -> None:
         try:
             while (message := await _next(self._reader)) is not None:
-                self._heard_s = time.monotonic()
                 self._hear(message)
         finally:
-            self._is_alive = False
-            for queue in self._queues.values():
-                queue.put_nowait(None)
-            for done in self._controls.values():
-                if not done.done():
-                    done.set_exception(EngineGoneError("the engine has ended"))
+            self._gone()
 
-    def _hear(self, message: FromEngine) -> None:
-        match message:
-            case Outputs():
-                for output in message.outputs:
-                    queue = self._queues.get(output.sequence_id)
-                    if queue is not None:
-                        queue.put_nowait(output)
-            case EngineStats():
-                tokens = self._stats.step_tokens if len(self._stats.step_tokens) < 4096 else ()
-                self._stats = msgspec.structs.replace(
-                    message, step_tokens=tokens + message.step_tokens
-                )
-            case ControlDone():
-                done = self._controls.get(message.number)
-                if done is not None and not done.done():
-                    done.set_result(message.error)
-            case EngineInfo():
-                self._info = message
-
-    def take_step_tokens(self) -> tuple[int, ...]:
-        """Tokens of the steps reported since the last call."""
-        taken = self._stats.step_tokens
-        self._stats = msgspec.structs.replace(self._stats, step_tokens=())
-        return taken
-
-    def _say(self, message: ToEngine) -> None:
-        if self._is_alive:
-            self._writer.write(packed(message))
+    def _send(self, message: ToEngine) -> None:
+        self._writer.write(packed(message))
 
 
 async def _next(reader: asyncio.StreamReader) -> FromEngine | None:

@@ -36,7 +36,7 @@ async def health(front: FrontEnd, call: Call, receive: Receive, send: Send) -> N
     found = front.unhealthy()
     if found is not None:
         raise front.unavailable(*found)
-    await send_json(send, {"status": "ok"})
+    await send_json(send, {"status": "ok", **_instances(front)})
 
 
 async def ready(front: FrontEnd, call: Call, receive: Receive, send: Send) -> None:
@@ -44,7 +44,7 @@ async def ready(front: FrontEnd, call: Call, receive: Receive, send: Send) -> No
     found = front.unready()
     if found is not None:
         raise front.unavailable(*found)
-    await send_json(send, {"status": "ready"})
+    await send_json(send, {"status": "ready", **_instances(front)})
 
 
 async def ping(front: FrontEnd, call: Call, receive: Receive, send: Send) -> None:
@@ -107,6 +107,14 @@ def control_handler(command: str) -> Handler:
         await send_json(send, {"status": "done"})
 
     return control
+
+
+def _instances(front: FrontEnd) -> dict[str, Any]:
+    """How many of several engines are there."""
+    if len(front.instances) < 2:
+        return {}
+    alive = sum(instance.is_alive for instance in front.instances)
+    return {"instances": {"alive": alive, "configured": len(front.instances)}}
 
 
 def _model(front: FrontEnd, name: str) -> dict[str, Any]:
