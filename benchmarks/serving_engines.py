@@ -160,6 +160,11 @@ class ServerEngine:
     def stop(self) -> None:
         self._process.stop()
 
+    @property
+    def process_id(self) -> int:
+        """Of the server."""
+        return self._process.require_alive()
+
     def _status(self, path: str) -> int:
         connection = http.client.HTTPConnection(self._url.hostname or "", self._url.port, timeout=5)
         try:

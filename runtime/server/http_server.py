@@ -86,6 +86,12 @@ class DrainingServer(uvicorn.Server):
         self.should_exit = True
         self.force_exit = True
 
+    async def shutdown(self, sockets: list[socket.socket] | None = None) -> None:
+        """Close; at a forced exit uvicorn would end the application with a traceback."""
+        await super().shutdown(sockets)
+        if self.force_exit:
+            await self.lifespan.shutdown()
+
     async def _drain(self) -> None:
         is_empty = await self._front.drain()
         log().info("drained", all_finished=is_empty)
