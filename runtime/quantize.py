@@ -52,6 +52,7 @@ from runtime.quantized_manifest import (
     BlockRecord,
     FileRecord,
     Manifest,
+    RoutingMasses,
     read_manifest,
 )
 from traces.whole_file import write_whole
@@ -338,7 +339,16 @@ class _Run:
             blocks=tuple(blocks),
             files={name: journal.files[name].record for name in sorted(journal.files)},
             provenance=provenance(self.source, self.stats, self.settings, weights_sha256),
+            routing_mass=None if self.stats is None else _routing_mass(self.stats),
         )
+
+
+def _routing_mass(stats: CalibrationStats) -> RoutingMasses:
+    layers, experts = range(stats.layers), range(stats.experts)
+    return RoutingMasses(
+        first=tuple(tuple(stats.first_mass(i, e) for e in experts) for i in layers),
+        second=tuple(tuple(stats.mass(i, e) for e in experts) for i in layers),
+    )
 
 
 def _weights(block: SourceBlock) -> int:

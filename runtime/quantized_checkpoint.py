@@ -54,6 +54,8 @@ class QuantizedCheckpoint:
         blocks: What is known of every block, by layer, expert, module (gate_up before down).
         levels: Widths that can be served, ascending.
         damage: [blocks, levels] float64.
+        routing_mass: Two [L, E] float64, mean gate weights and mean squared ones of the traffic
+            that the damages stand for, by layer with experts; None if the checkpoint does not say.
         config: The model's ``config.json``.
         other_tensors: The file and place of every tensor that is no expert's.
     """
@@ -64,6 +66,8 @@ class QuantizedCheckpoint:
         self.blocks: tuple[BlockRecord, ...] = manifest.blocks
         self.levels = manifest.levels
         self.damage = np.array([block.damage for block in manifest.blocks], dtype=np.float64)
+        mass = manifest.routing_mass
+        self.routing_mass = None if mass is None else (np.array(mass.first), np.array(mass.second))
         self.config = config
         self._views: dict[str, mmap.mmap] = {}
         self._entries = _checked_entries(folder, manifest)

@@ -22,6 +22,7 @@ MODULES = ("gate_up", "down")
 
 T = TypeVar("T")
 TensorLayout = dict[str, tuple[str, tuple[int, ...]]]
+Masses = tuple[tuple[float, ...], ...]
 DamageKind = Literal["calibrated", "squared_error"]
 
 
@@ -75,6 +76,18 @@ class BlockRecord:
         return f"model.layers.{self.layer}.mlp.experts.{self.expert}.{self.module}"
 
 
+@dataclass(frozen=True, slots=True)
+class RoutingMasses:
+    """Traffic that the damages stand for, by layer with experts and expert, per token seen.
+
+    first: mean gate weight.
+    second: mean squared gate weight.
+    """
+
+    first: Masses
+    second: Masses
+
+
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Manifest:
     """The content of ``pagedweight.json``.
@@ -85,6 +98,7 @@ class Manifest:
     files: by name, all files but this one.
     provenance: source, calibration and program, as plain JSON.
     version: of the format.
+    routing_mass: of the calibration; None without one, and of checkpoints that do not say.
     """
 
     parent_bits: int
@@ -95,6 +109,7 @@ class Manifest:
     files: dict[str, FileRecord]
     provenance: dict[str, Any]
     version: int = FORMAT_VERSION
+    routing_mass: RoutingMasses | None = None
 
     @property
     def levels(self) -> tuple[int, ...]:
@@ -135,6 +150,8 @@ class Manifest:
             }
             for name, record in self.files.items()
         }
+        mass = self.routing_mass
+        masses = {} if mass is None else {"first": mass.first, "second": mass.second}
         table = {
             "format": FORMAT,
             "version": FORMAT_VERSION,
@@ -143,6 +160,7 @@ class Manifest:
             "min_bits": self.min_bits,
             "levels": list(self.levels),
             "damage_kind": self.damage_kind,
+            **({"routing_mass": masses} if masses else {}),
             "provenance": self.provenance,
             "files": files,
             "blocks": blocks,
@@ -224,7 +242,26 @@ def _manifest(fields: _Fields) -> Manifest:
         files=files,
         provenance=fields.get("provenance", dict),
         version=version,
+        routing_mass=_routing_mass(fields, blocks) if fields.has("routing_mass") else None,
     )
+
+
+def _routing_mass(fields: _Fields, blocks: tuple[BlockRecord, ...]) -> RoutingMasses:
+    layers = len({block.layer for block in blocks})
+    experts = len({block.expert for block in blocks})
+    table = _Fields(fields.path, "routing_mass.", fields.get("routing_mass", dict))
+
+    def masses(name: str) -> Masses:
+        rows = table.get(name, list)
+        if len(rows) != layers or not all(_are_masses(row, experts) for row in rows):
+            raise table.error(name, f"must be {layers} rows of {experts} finite numbers >= 0")
+        return tuple(tuple(map(float, row)) for row in rows)
+
+    return RoutingMasses(masses("first"), masses("second"))
+
+
+def _are_masses(row: Any, experts: int) -> bool:
+    return isinstance(row, list) and len(row) == experts and all(map(_is_damage, row))
 
 
 def _block(fields: _Fields, parent_bits: int, min_bits: int, version: int) -> BlockRecord:
@@ -289,6 +326,9 @@ class _Fields:
         if not isinstance(table, dict):
             raise QuantizedCheckpointError(f"{path}: {prefix.rstrip('.') or 'content'}: no table")
         self._table = table
+
+    def has(self, name: str) -> bool:
+        return name in self._table
 
     def get(self, name: str, kind: type[T]) -> T:
         if name not in self._table:

@@ -199,6 +199,9 @@ def test_calibration_weighs_clusters_and_damage(
     assert checkpoint.manifest.damage_kind == "calibrated"
     assert checkpoint.manifest.provenance["calibration"]["name"] == "stats"
     stats = CalibrationStats.open(calibration)
+    assert checkpoint.routing_mass is not None
+    for found, get in zip(checkpoint.routing_mass, (stats.first_mass, stats.mass), strict=True):
+        assert found.tolist() == [[get(layer, e) for e in range(4)] for layer in range(2)]
     for index, weights in enumerate(exact_blocks(family_model("qwen2_moe"))):
         layer, expert, module = index // 8, index // 2 % 4, index % 2
         moment = stats.input_second_moment(layer, expert, module)

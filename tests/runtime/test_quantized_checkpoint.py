@@ -18,6 +18,8 @@ from hypothesis import strategies as st
 from runtime.quantize import QuantizeSettings, quantize_checkpoint
 from runtime.quantized_checkpoint import QuantizedCheckpoint, QuantizedCheckpointError
 
+MASS = [[0.25] * 4] * 2
+
 
 @pytest.fixture(scope="module")
 def finished(family_model: Callable[[str], Any], tmp_path_factory: pytest.TempPathFactory) -> Path:
@@ -123,6 +125,17 @@ def test_version_1_without_checksums_of_tables_is_still_read(out: Path) -> None:
     refused(out, rf"{record.file}: SHA-256 differs from pagedweight.json$", verify=True)
 
 
+def test_routing_masses_are_read_where_there_are_any(out: Path) -> None:
+    assert QuantizedCheckpoint.open(out).routing_mass is None
+    edit(out, lambda t: t.update(routing_mass={"first": MASS, "second": [[0.1] * 4] * 2}))
+    checkpoint = QuantizedCheckpoint.open(out)
+    assert checkpoint.routing_mass is not None
+    assert [one.tolist() for one in checkpoint.routing_mass] == [MASS, [[0.1] * 4] * 2]
+    assert json.loads(checkpoint.manifest.to_json()) == json.loads(
+        (out / "pagedweight.json").read_text()
+    )
+
+
 def test_blocks_are_read_only_views_in_block_order(out: Path) -> None:
     checkpoint = QuantizedCheckpoint.open(out)
     places = [(block.layer, block.expert, block.module) for block in checkpoint.blocks]
@@ -196,6 +209,16 @@ def test_another_folder_is_no_quantized_checkpoint(tmp_path: Path) -> None:
         (lambda t: t["files"].update({"../x": {}}), r"files.\.\./x|'../x' is no file"),
         (lambda t: t["files"]["config.json"].pop("sha256"), r"files.config.json.sha256: missing"),
         (lambda t: t.pop("provenance"), r"provenance: missing"),
+        (lambda t: t.update(routing_mass=[]), r"routing_mass: must be of type dict"),
+        (lambda t: t.update(routing_mass={"first": MASS}), r"routing_mass.second: missing"),
+        (
+            lambda t: t.update(routing_mass={"first": MASS, "second": MASS[1:]}),
+            r"routing_mass.second: must be 2 rows of 4 finite numbers >= 0",
+        ),
+        (
+            lambda t: t.update(routing_mass={"first": [[1, 2, 3, -1]] * 2, "second": MASS}),
+            r"routing_mass.first: must be 2 rows of 4 finite numbers >= 0",
+        ),
     ],
 )
 def test_a_manifest_that_contradicts_itself_is_named(

@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import contextlib
 import io
+import json
+import shutil
 from pathlib import Path
 from typing import Any
 
@@ -22,6 +24,7 @@ from runtime.page_arena import PageArena
 from runtime.page_devices import CpuDevice
 from runtime.quantize import quantize_checkpoint
 from runtime.quantized_checkpoint import QuantizedCheckpoint
+from runtime.quantized_manifest import MANIFEST
 
 PAGE_BYTES = 1024
 
@@ -133,6 +136,29 @@ def test_a_planner_or_a_setting_that_there_is_none_of_is_refused(folder: Path) -
         build_engine(settings(folder, 4000, precision="optimum"))
     with pytest.raises(EngineSettingsError, match=r"precision_settings: .*calmness"):
         build_engine(settings(folder, 4000, precision_settings={"calmness": 1}))
+
+
+def test_traffic_is_measured_against_that_of_the_calibration(folder: Path, tmp_path: Path) -> None:
+    with_masses = Path(shutil.copytree(folder, tmp_path / "copy"))
+    manifest = json.loads((folder / MANIFEST).read_text())
+    first, second = [[0.5, 0.3, 0.2]] * 2, [[0.4, 0.2, 0.1]] * 2
+    manifest["routing_mass"] = {"first": first, "second": second}
+    (with_masses / MANIFEST).write_text(json.dumps(manifest))
+    told = {}
+    for place in (folder, with_masses):
+        parts = build_engine(settings(place, 4000))
+        control = parts.control
+        assert control is not None
+        start = control.mass.m2.tolist()
+        for layer in range(2):  # all of the traffic goes to the last expert
+            control.observe(layer, np.full((5000, 1), 2, np.int32), np.ones((5000, 1), np.float32))
+        told[place] = start, control.state(0, 0).mass_multiplier
+        parts.close()
+    assert told[folder][0] == [[0.0] * 3] * 2
+    assert told[folder][1].tolist() == [1.0] * 12
+    assert told[with_masses][0] == second
+    by_expert = told[with_masses][1].reshape(2, 3, 2)
+    assert (by_expert[:, 2] > 1.0).all() and (by_expert[:, :2] < 1.0).all()
 
 
 def test_device_rules_and_history_of_the_movement_are_used(folder: Path) -> None:
