@@ -184,6 +184,7 @@ def moving_precision(
         arena,
         layers=layers,
         experts=len(checkpoint.blocks) // (2 * layers),
+        calibrated_mass=checkpoint.routing_mass,
         hot_coverage=settings.hot_coverage,
         hot_bits=settings.hot_bits,
         tables=plan.tables,
