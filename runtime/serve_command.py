@@ -15,6 +15,7 @@ if TYPE_CHECKING:
 
 MEMORY = "Memory and speed"
 POLICY = "Policies"
+INSTANCES = "Several engines"
 FRONT = "Front end"
 DEFAULT_PORT = 8000
 LOG_LEVELS = ("debug", "info", "warning", "error")
@@ -133,6 +134,35 @@ def serve(
         int,
         typer.Option("--decision-calls", min=1, help="Calls kept at most.", rich_help_panel=POLICY),
     ] = 200_000,
+    instances: Annotated[
+        int,
+        typer.Option("--instances", help="Engines behind the API.", rich_help_panel=INSTANCES),
+    ] = 1,
+    engine: Annotated[
+        str,
+        typer.Option(
+            "--engine",
+            help="process: on this machine; ray: deployments of Ray Serve.",
+            rich_help_panel=INSTANCES,
+        ),
+    ] = "process",
+    routing: Annotated[
+        str | None,
+        typer.Option(
+            "--routing",
+            help="Rule by which a request gets its engine: prefix_aware (default), sticky, "
+            "round_robin, random.",
+            rich_help_panel=INSTANCES,
+        ),
+    ] = None,
+    ray_address: Annotated[
+        str,
+        typer.Option(
+            "--ray-address",
+            help="host:port of a cluster or auto; none: Ray is started here, on loopback.",
+            rich_help_panel=INSTANCES,
+        ),
+    ] = "",
     api_key: Annotated[
         list[str] | None,
         typer.Option(
@@ -218,6 +248,8 @@ def serve(
     from runtime.serve_settings import ServeOptions, engine_settings
     from runtime.server.engine_client import EngineGoneError
     from runtime.server.http_server import Address, Opened, run_server
+    from runtime.server.instances_open import open_instances
+    from runtime.server.instances_settings import instance_settings
     from runtime.server.logs import log_as_json
     from runtime.server.process_engine import ProcessEngine
     from runtime.server.settings import ServerSettings
@@ -250,6 +282,7 @@ def serve(
         decisions=decisions,
         decision_calls=decision_calls,
     )
+    several = instance_settings(instances, engine, routing, ray_address)
     settings: EngineSettings = engine_settings(options, say=_say)
     folder = Path(settings.model)
     names = tuple(name or ()) or (folder.name,)
@@ -275,9 +308,13 @@ def serve(
     found: dict[str, Any] = {"port": port}
 
     async def open_engine() -> Opened:
-        engine = await ProcessEngine.start(settings)
-        found["info"] = msgspec.to_builtins(engine.info)
-        return Opened(engine=engine, text=text, template=template)
+        if several.is_plain:
+            one = await ProcessEngine.start(settings)
+            found["info"] = msgspec.to_builtins(one.info)
+            return Opened(engine=one, text=text, template=template)
+        all_ = await open_instances(settings, several)
+        found["info"] = msgspec.to_builtins(all_.info)
+        return Opened(engine=all_, text=text, template=template, instances=all_.instances)
 
     def ready() -> None:
         scheme = "https" if tls_cert else "http"
