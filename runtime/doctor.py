@@ -250,7 +250,8 @@ def _nvrtc() -> Check:
         name="NVRTC",
         status="note",
         found=problem,
-        advice="only to check CUDA kernels where there is no GPU",
+        advice="to compile CUDA kernels, also where there is no GPU:"
+        " pip install 'serving-twin[gpu]'",
     )
 
 
