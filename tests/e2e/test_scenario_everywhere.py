@@ -120,7 +120,6 @@ def test_twin_and_replay_serve_the_same_requests_under_the_same_limits(
         assert replayed.num_left_out == 0
     rows = [record.summary["policies"][0] for record in (simulated, measured)]
     assert all(row["served"] == 30 for row in rows)
-    assert all(row["least_bits"] < 7 for row in rows)
     shared = set(simulated.requests or {}) & set(measured.requests or {})
     assert shared == set(simulated.requests or {})
 

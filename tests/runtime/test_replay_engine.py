@@ -161,7 +161,17 @@ def test_ctrl_c_writes_what_there_is(model: Path, tmp_path: Path) -> None:
     out = tmp_path / "run"
     command = [
         *(sys.executable, "-m", "runtime", "replay", "azure-2023-conversation", str(model)),
-        *("--requests", "400", "--scale-tokens", "0.02", "--rate", "2", "--out", str(out), *SMALL),
+        *(
+            "--requests",
+            "4000",
+            "--scale-tokens",
+            "0.02",
+            "--rate",
+            "20",
+            "--out",
+            str(out),
+            *SMALL,
+        ),
     ]
     process = subprocess.Popen(
         command, cwd=Path(__file__).parents[2], stderr=subprocess.PIPE, stdout=subprocess.PIPE
@@ -177,7 +187,7 @@ def test_ctrl_c_writes_what_there_is(model: Path, tmp_path: Path) -> None:
     assert b"stopped before its end" in told
     summary = read_run(out).summary
     assert summary["requests"]["was_stopped"]
-    assert 0 <= summary["policies"][0]["served"] < 400
+    assert 0 <= summary["policies"][0]["served"] < 4000
     assert replay_log(out).difference is None
 
 
