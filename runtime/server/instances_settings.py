@@ -72,6 +72,7 @@ def settings_of_instance(
 ) -> EngineSettings:
     """One engine's settings: its share of the threads, a GPU, a folder and a log of its own.
 
+    On a cluster that was there before, machines are not shared: each has all the threads.
     Processes take the GPUs from the given one on; of a Ray cluster's each sees one, as the first.
     Memory sizes are each engine's. An in-process store in a folder gets a folder within it, since
     only one process may open one; a socket is shared.
@@ -94,7 +95,7 @@ def settings_of_instance(
         log = str(decision_file_of(Path(log), number, starts))
     return msgspec.structs.replace(
         settings,
-        threads=max(1, settings.threads // count),
+        threads=settings.threads if chosen.ray_address else max(1, settings.threads // count),
         device=device,
         prefix=prefix,
         decision_log=log,

@@ -33,6 +33,7 @@ MOST_CALLS: Final = 1024  # at a time, of one replica: the stream, and one call 
 HEALTH_PERIOD_S: Final = 1.0
 HEALTH_TIMEOUT_S: Final = 30.0
 ANSWER_S: Final = 5.0
+INIT_TRIES: Final = 2
 
 
 @dataclass(frozen=True, slots=True)
@@ -59,7 +60,7 @@ class RayCluster:
                 this machine; empty or ``local``: Ray is started here, on loopback only.
 
         Raises:
-            EngineSettingsError: If Ray is not installed or does not answer.
+            EngineSettingsError: If Ray is not installed, does not start or does not answer.
         """
         require_ray(address)
         return await asyncio.to_thread(_deploy, tuple(settings), address)
@@ -142,17 +143,16 @@ def _deploy(settings: tuple[EngineSettings, ...], address: str) -> RayCluster:
     is_ours = address in LOCAL
     cpus = [max(1, each.threads) for each in settings]
     if is_ours:
-        ray.init(
-            address="local",
-            num_cpus=max(os.cpu_count() or 1, sum(cpus)),
-            include_dashboard=False,
-            object_store_memory=OBJECT_STORE_BYTES,
-            log_to_driver=False,
-            logging_level=logging.ERROR,
-            _node_ip_address="127.0.0.1",
-        )
+        options = {
+            "address": "local",
+            "num_cpus": max(os.cpu_count() or 1, sum(cpus)),
+            "include_dashboard": False,
+            "object_store_memory": OBJECT_STORE_BYTES,
+            "_node_ip_address": "127.0.0.1",
+        }
     else:
-        ray.init(address=address, log_to_driver=False, logging_level=logging.ERROR)
+        options = {"address": address}
+    _init(ray, options)
     for name in ("ray", "ray.serve"):
         logging.getLogger(name).setLevel(logging.ERROR)
     try:
@@ -173,6 +173,21 @@ def _deploy(settings: tuple[EngineSettings, ...], address: str) -> RayCluster:
             ray.shutdown()
         raise
     return RayCluster(names, is_ours)
+
+
+def _init(ray: Any, options: dict[str, Any]) -> None:
+    """Connect or start; the second time what it loads is in memory, which busy machines need."""
+    for tries_left in reversed(range(INIT_TRIES)):
+        try:
+            ray.init(**options, log_to_driver=False, logging_level=logging.ERROR)
+            return
+        except Exception as error:  # Ray raises bare ones
+            ray.shutdown()
+            if not tries_left:
+                words = " ".join(str(error).split()) or type(error).__name__
+                raise EngineSettingsError(
+                    f"--engine ray: Ray did not start: {words[:300]}"
+                ) from error
 
 
 def _deployment(serve: Any, settings: EngineSettings, num_cpus: int, is_local: bool) -> Any:

@@ -417,8 +417,9 @@ async def test_every_engine_has_its_threads_its_folder_and_its_log(tmp_path: Pat
     assert settings_of_instance(socket, 1, two).prefix.place == "/run/store.sock"
     gpu = msgspec.structs.replace(both, device="cuda:4")
     assert settings_of_instance(gpu, 1, two).device == "cuda:5"
-    of_cluster = InstanceSettings(count=2, place="ray")
-    assert settings_of_instance(gpu, 1, of_cluster).device == "cuda:0"
+    of_cluster = InstanceSettings(count=2, place="ray", ray_address="head:6379")
+    replica = settings_of_instance(gpu, 1, of_cluster)
+    assert (replica.device, replica.threads) == ("cuda:0", 5)
     assert decision_file_of(Path("log"), 3) == Path("log-3")
 
 
