@@ -6,6 +6,7 @@ the mover, the router's statistics and the wall clock.
 
 from __future__ import annotations
 
+from dataclasses import replace
 from typing import Protocol, TypeVar
 
 import numpy as np
@@ -140,10 +141,21 @@ class PrecisionControl:
         return self._carry_out(decision, step)
 
     def allocation_failed(
-        self, step: int, pages_needed: int, forecast_pages: int, *, now: float
+        self,
+        step: int,
+        pages_needed: int,
+        forecast_pages: int,
+        *,
+        now: float,
+        keeps_hot: bool = True,
     ) -> PrecisionDecision:
-        """The KV cache asked for pages that are not there; drops only, at once."""
+        """The KV cache asked for pages that are not there; drops only, at once.
+
+        Without ``keeps_hot`` hot experts fall like all others: the last resort.
+        """
         state = self.state(step, forecast_pages)
+        if not keeps_hot:
+            state = replace(state, hot_floor_bits=np.zeros_like(state.hot_floor_bits))
         decision = self._policy.on_allocation_failed(state, pages_needed, now=now)
         return self._carry_out(decision, step)
 

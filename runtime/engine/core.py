@@ -217,9 +217,12 @@ class EngineCore:
             return True
         if parts.control is None or self._stalled > MAX_STALLED_STEPS:
             return False
-        decision = parts.control.allocation_failed(
-            step, pages_needed, parts.forecast_pages(), now=parts.clock()
-        )
+        forecast = parts.forecast_pages()
+        decision = parts.control.allocation_failed(step, pages_needed, forecast, now=parts.clock())
+        if decision.pages_short and len(parts.accounts.ids) == 1:  # it was promised these pages
+            decision = parts.control.allocation_failed(
+                step, pages_needed, forecast, now=parts.clock(), keeps_hot=False
+            )
         return decision.pages_short == 0
 
     def _carry_out(self, orders: BatchOrders) -> None:

@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import gc
 import logging
+import tracemalloc
 from collections.abc import Sized
 from pathlib import Path
 from typing import Any
@@ -10,7 +12,7 @@ from typing import Any
 import pytest
 
 from runtime.engine.core import EngineCore
-from runtime.engine.settings import EngineSettingsError
+from runtime.engine.settings import EngineSettingsError, PrefixSettings
 from tests.runtime.engine.core_cases import (
     STORE,
     ask,
@@ -240,10 +242,9 @@ def sizes(core: EngineCore) -> dict[str, int]:
 
 @pytest.mark.slow
 def test_two_thousand_requests_leave_nothing_behind(folder: Path) -> None:
-    import tracemalloc
-
+    small = PrefixSettings(memory_bytes=64 * BLOCK_BYTES)  # full before anything is measured
     with running(
-        folder, memory_bytes=64 * BLOCK_BYTES, prefix=STORE, decision_log_calls=10
+        folder, memory_bytes=64 * BLOCK_BYTES, prefix=small, decision_log_calls=10
     ) as core:
 
         def serve(count: int, seed: int) -> None:
@@ -258,6 +259,7 @@ def test_two_thousand_requests_leave_nothing_behind(folder: Path) -> None:
                 core.abort([gone.sequence_id])
                 core.stats()
             settle(core)
+            gc.collect()
 
         serve(200, 0)
         before = sizes(core)
