@@ -207,6 +207,11 @@ class PageMover:
             arena=self._arena.use(),
         )
 
+    @property
+    def device(self) -> CopyDevice:
+        """What copies the pages."""
+        return self._device
+
     def close(self) -> None:
         """Stop the device."""
         self._device.close()

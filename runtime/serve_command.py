@@ -48,6 +48,10 @@ def serve(
         str,
         typer.Option("--dtype", help="auto, float32 or bfloat16.", rich_help_panel=MEMORY),
     ] = "auto",
+    device: Annotated[
+        str,
+        typer.Option("--device", help="cpu or cuda:N; see docs/serve.md.", rich_help_panel=MEMORY),
+    ] = "cpu",
     threads: Annotated[
         int,
         typer.Option("--threads", min=0, help="CPU threads; 0: all cores.", rich_help_panel=MEMORY),
@@ -269,6 +273,7 @@ def serve(
         scenario=scenario,
         overrides=tuple(overrides or ()),
         dtype=dtype,
+        device=device,
         threads=threads,
         memory=memory,
         context=context,
@@ -374,5 +379,6 @@ def _greeting(
         f"arena of {memory / 2**20:,.0f} MiB\n"
         f"{url}/v1, metrics at {url}/metrics; call it so:\n"
         f"  curl {url}/v1/{route} -H 'Content-Type: application/json'{key} \\\n"
-        f'    -d \'{{"model": "{name}", {asks}, "max_tokens": 32}}\''
+        f'    -d \'{{"model": "{name}", {asks}, "max_tokens": 32, '
+        f'"temperature": 0}}\''
     )

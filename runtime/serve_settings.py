@@ -30,6 +30,7 @@ class ServeOptions:
     scenario: Path | None = None
     overrides: tuple[str, ...] = ()
     dtype: str = "auto"
+    device: str = "cpu"
     threads: int = 0
     memory: str | None = None
     context: int | None = None
@@ -77,6 +78,7 @@ def engine_settings(
         raise EngineSettingsError(f"{folder}: is no checkpoint folder: it has no config.json")
     settings.update(
         dtype=_one_of("--dtype", options.dtype, ("auto", "float32", "bfloat16")),
+        device=options.device,
         threads=options.threads or len(os.sched_getaffinity(0)),
         preemption=_one_of("--preemption", options.preemption, ("recompute", "swap")),
         prefix=PrefixSettings(

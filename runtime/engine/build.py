@@ -17,9 +17,10 @@ from policies.batching.first_come import FirstComeBatching
 from policies.batching.log import LoggedBatching
 from policies.batching.settings import BatchingSettings
 from runtime.clock import RunClock
+from runtime.engine.accelerator import Accelerator, open_accelerator
 from runtime.engine.frames import EngineInfo
 from runtime.engine.grammar import GrammarCompiler, GrammarError
-from runtime.engine.parts import EngineParts
+from runtime.engine.parts import EngineParts, Forward
 from runtime.engine.prefix_blocks import PrefixBlocks
 from runtime.engine.prefix_identity import model_namespace
 from runtime.engine.prefix_open import PrefixStoreSettings, open_prefix_blocks
@@ -32,6 +33,8 @@ from runtime.engine.weight_pages import (
     weights_in_pages,
 )
 from runtime.model.attention_cpu import attention_for
+from runtime.model.attention_cuda import CudaLimits
+from runtime.model.decode_graphs import DecodeGraphs
 from runtime.model.experts import Experts
 from runtime.model.kv_cache import KvCache
 from runtime.model.kv_layout import KvLayout, default_page_bytes
@@ -56,12 +59,14 @@ def build_engine(settings: EngineSettings, movement: Movement | None = None) -> 
         EngineSettingsError: If the settings contradict the model or the machine.
         ValueError: As loading the model and opening the prefix store do, naming file and field.
     """
-    if settings.device != "cpu":
-        raise EngineSettingsError(f"device: must be cpu, found {settings.device!r}")
+    accelerator = open_accelerator(settings.device)
     torch.set_num_threads(settings.threads)
+    device = "cpu" if accelerator is None else accelerator.device
     model = load_model(
-        settings.model, dtype=settings.dtype, device=settings.device, threads=settings.threads
+        settings.model, dtype=settings.dtype, device=device, threads=settings.threads
     )
+    if accelerator is not None:
+        movement = accelerator.movement(movement)
     log = CompactDecisionLog(max_calls=settings.decision_log_calls)
     layers = model.spec.kv_layers
     page_bytes = settings.page_bytes or default_page_bytes(layers, model.dtype)
@@ -69,17 +74,18 @@ def build_engine(settings: EngineSettings, movement: Movement | None = None) -> 
         layout = KvLayout(layers, model.dtype, page_bytes)
         memory_bytes = settings.memory_bytes
         if memory_bytes is None:
-            memory_bytes = _default_memory_bytes(model, page_bytes)
+            memory_bytes = _default_memory_bytes(model, page_bytes, accelerator)
         arena = PageArena(
             max(1, memory_bytes // page_bytes),
             page_bytes=page_bytes,
+            device="cpu" if accelerator is None else accelerator.arena_device,
             history=movement.history if movement else None,
         )
     except ValueError as error:
         raise EngineSettingsError(str(error)) from error
     cache = KvCache(arena, layout)
     with contextlib.ExitStack() as undo:
-        parts = _parts(settings, model, cache, log, movement, undo)
+        parts = _parts(settings, model, cache, log, movement, accelerator, undo)
         undo.pop_all()
     return parts
 
@@ -90,24 +96,27 @@ def _parts(
     cache: KvCache,
     log: DecisionLog,
     movement: Movement | None,
+    accelerator: Accelerator | None,
     undo: contextlib.ExitStack,
 ) -> EngineParts:
     """What stands on model and arena; ``undo`` is told how to end it."""
     arena, layout = cache.arena, cache.layout
-    weights = _Weights(model, settings, arena, log, movement)
+    weights = _Weights(model, settings, arena, log, movement, accelerator)
     undo.callback(weights.close)
     accounts = FirstComeBatching(
         layout.paging,
         BatchingSettings(max_running=settings.max_running, prefill_tokens=settings.prefill_tokens),
     )
-    capacity = _tokens_in(layout.paging, arena.num_pages - weights.least_pages)
+    if accelerator is not None:
+        accelerator.spare_block(cache)
+    capacity = _tokens_in(layout.paging, arena.num_pages - weights.least_pages - cache.held_pages)
     context = min(settings.context_tokens or model.spec.context_tokens, model.spec.context_tokens)
     if capacity < 2:
         raise EngineSettingsError(
             f"memory_bytes: {arena.num_pages} pages of {arena.page_bytes:,} bytes hold keys and "
             f"values of {capacity} tokens; give more"
         )
-    attention = attention_for(cache, threads=settings.threads)
+    forward = _forward(settings, model, cache, weights.experts, accelerator, context)
     temporary = None
     if settings.prefix.place == "memory":
         temporary = tempfile.mkdtemp(prefix="serving-twin-prefixes-")
@@ -131,9 +140,6 @@ def _parts(
         has_prefix_store=prefix is not None,
     )
 
-    def forward(batch: StepBatch) -> torch.Tensor:
-        return model.decoder.forward(batch, attention, weights.experts)
-
     return EngineParts(
         settings=settings,
         info=info,
@@ -152,6 +158,40 @@ def _parts(
     )
 
 
+def _forward(
+    settings: EngineSettings,
+    model: LoadedModel,
+    cache: KvCache,
+    experts: Experts | None,
+    accelerator: Accelerator | None,
+    context_tokens: int,
+) -> Forward:
+    """One pass of the model; on a GPU, decode steps are graphs."""
+    if accelerator is None:
+        attention = attention_for(cache, threads=settings.threads)
+
+        def forward(batch: StepBatch) -> torch.Tensor:
+            return model.decoder.forward(batch, attention, experts)
+
+        return forward
+    limits = CudaLimits.of(
+        model.spec,
+        max_sequences=settings.max_running,
+        prefill_tokens=settings.prefill_tokens,
+        context_tokens=context_tokens,
+    )
+    graphs = DecodeGraphs(
+        model.decoder,
+        accelerator.attention(cache, limits),
+        experts,
+        max_sequences=settings.max_running,
+        capture=accelerator.capture(),
+    )
+    if not accelerator.is_emulated:  # there a graph costs as much as its step
+        graphs.capture_all()
+    return graphs.forward
+
+
 class _Weights:
     """Experts of a model: plain ones as loaded, quantized ones in the arena."""
 
@@ -162,6 +202,7 @@ class _Weights:
         arena: PageArena,
         log: DecisionLog,
         movement: Movement | None,
+        accelerator: Accelerator | None,
     ) -> None:
         self.experts: Experts | None = model.experts
         self.mover = self.control = None
@@ -169,17 +210,27 @@ class _Weights:
         if model.checkpoint is None:
             return
         plan = plan_widths(
-            model.checkpoint, settings, arena_pages=arena.num_pages, page_bytes=arena.page_bytes
+            model.checkpoint,
+            settings,
+            arena_pages=arena.num_pages,
+            page_bytes=arena.page_bytes,
+            layout=None if movement is None else movement.layout,
         )
         self.least_pages = plan.least_pages
         self.mover = weights_in_pages(model.checkpoint, arena, plan.bits, movement)
         self.control = moving_precision(plan, model.checkpoint, settings, self.mover, arena, log)
+        observe = None if self.control is None else self.control.observe
+        if accelerator is not None:
+            self.experts = accelerator.experts(
+                model.spec,
+                arena,
+                self.mover,
+                max_rows=settings.max_running + settings.prefill_tokens,
+                observe=observe,
+            )
+            return
         self.experts = QuantizedExperts(
-            model.spec,
-            arena,
-            self.mover.tables,
-            observe=None if self.control is None else self.control.observe,
-            threads=settings.threads,
+            model.spec, arena, self.mover.tables, observe=observe, threads=settings.threads
         )
 
     def close(self) -> None:
@@ -200,8 +251,16 @@ def _tokens_in(paging: KvPaging, pages: int) -> int:
     return low
 
 
-def _default_memory_bytes(model: LoadedModel, page_bytes: int) -> int:
-    """KV as of ``KV_BYTES``, and quantized experts at their widest, as far as memory reaches."""
+def _default_memory_bytes(
+    model: LoadedModel, page_bytes: int, accelerator: Accelerator | None
+) -> int:
+    """KV as of ``KV_BYTES``, and quantized experts at their widest, as far as memory reaches.
+
+    Of a GPU's memory all that it can spare: nothing else is there to use it.
+    """
+    spared = None if accelerator is None else accelerator.available_bytes()
+    if spared is not None:
+        return spared
     available = _available_bytes()
     kv_bytes = min(KV_BYTES, available // 4)
     if model.checkpoint is None:

@@ -2,13 +2,12 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
-from dataclasses import dataclass
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field
 
 import numpy as np
 from numpy.typing import NDArray
 
-from models.plane_bytes import block_pages
 from policies.catalog import precision_planner
 from policies.precision import PrecisionPolicy
 from policies.precision_log import LoggedPrecision
@@ -19,11 +18,12 @@ from policies.weight_page_table import MovementRules
 from runtime.engine.settings import EngineSettings, EngineSettingsError
 from runtime.page_arena import PageArena
 from runtime.page_devices import CopyDevice, CpuDevice
-from runtime.page_layout import BlockShape, CanonicalLayout
+from runtime.page_layout import BlockLayout, BlockShape, CanonicalLayout, part_bytes
 from runtime.page_movement import PageMover
 from runtime.page_parent import HostParent
 from runtime.precision_control import PrecisionControl
 from runtime.quantized_checkpoint import QuantizedCheckpoint
+from runtime.quantized_manifest import BlockRecord
 from traces.decisions import DecisionLog
 
 Ints = NDArray[np.int64]
@@ -38,11 +38,13 @@ class Movement:
         device: Makes the device that copies into an arena.
         rules: Of page movement; None: those of ``MovementRules``.
         history: Told every event of the arena's pages.
+        layout: Order of bytes in the pages, as the kernels of the device read them.
     """
 
     device: Callable[[PageArena], CopyDevice] = CpuDevice
     rules: MovementRules | None = None
     history: Callable[[Event], None] | None = None
+    layout: BlockLayout = field(default_factory=CanonicalLayout)
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -60,18 +62,38 @@ class WeightPlan:
     least_pages: int
 
 
-def checkpoint_tables(checkpoint: QuantizedCheckpoint, page_bytes: int) -> BlockTables:
-    """Bytes that every block holds in the arena at every width, and its damage there."""
-    levels = checkpoint.levels
+def checkpoint_tables(
+    checkpoint: QuantizedCheckpoint, page_bytes: int, layout: BlockLayout | None = None
+) -> BlockTables:
+    """Bytes that every block holds in the arena at every width, and its damage there.
+
+    Args:
+        checkpoint: Of the blocks.
+        page_bytes: Of the arena.
+        layout: Order of bytes in it; None: the canonical one.
+    """
+    chosen = CanonicalLayout() if layout is None else layout
+    shapes = [_shape(block) for block in checkpoint.blocks]
     held = {
-        shape: [
-            page_bytes * block_pages(*shape, bits, page_bytes=page_bytes, min_bits=levels[0])
-            for bits in levels
-        ]
-        for shape in {(block.rows, block.columns) for block in checkpoint.blocks}
+        shape: _held_bytes(chosen, shape, checkpoint.levels, page_bytes) for shape in set(shapes)
     }
-    rows = [held[block.rows, block.columns] for block in checkpoint.blocks]
-    return block_tables(rows, checkpoint.damage, levels)
+    return block_tables([held[shape] for shape in shapes], checkpoint.damage, checkpoint.levels)
+
+
+def _shape(block: BlockRecord) -> BlockShape:
+    return BlockShape(block.rows, block.columns, 2 if block.module == "gate_up" else 1)
+
+
+def _held_bytes(
+    layout: BlockLayout, shape: BlockShape, levels: Sequence[int], page_bytes: int
+) -> list[int]:
+    """Planes up to a width and all tables up to it, each in whole pages."""
+    parent, least = levels[-1], levels[0]
+    pages = -(-part_bytes(layout, shape, parent_bits=parent, min_bits=least) // page_bytes)
+    planes, tables = pages[:parent], pages[parent:]
+    return [
+        int(planes[:bits].sum() + tables[: bits - least + 1].sum()) * page_bytes for bits in levels
+    ]
 
 
 def plan_widths(
@@ -80,13 +102,14 @@ def plan_widths(
     *,
     arena_pages: int,
     page_bytes: int,
+    layout: BlockLayout | None = None,
 ) -> WeightPlan:
     """First widths: one for all, or the planner's for an arena filled up to the target watermark.
 
     Raises:
         EngineSettingsError: If the width is none of the checkpoint's, or the weights do not fit.
     """
-    tables = checkpoint_tables(checkpoint, page_bytes)
+    tables = checkpoint_tables(checkpoint, page_bytes, layout)
     least_pages = int(tables.bytes_[:, 0].sum()) // page_bytes
     if isinstance(settings.precision, int):
         if settings.precision not in checkpoint.levels:
@@ -100,7 +123,11 @@ def plan_widths(
     else:
         share = FULL_SHARE - precision_settings(settings).target_share
         budget = int(share * arena_pages) * page_bytes
-        bits = precision_planner(settings.precision).plan(tables, budget).bits.astype(np.int64)
+        try:
+            planner = precision_planner(settings.precision)
+        except ValueError as error:
+            raise EngineSettingsError(str(error)) from error
+        bits = planner.plan(tables, budget).bits.astype(np.int64)
     if least_pages >= arena_pages:
         raise EngineSettingsError(
             f"memory_bytes: expert weights alone need {least_pages * page_bytes:,} bytes, the "
@@ -140,11 +167,8 @@ def weights_in_pages(
     movement = Movement() if movement is None else movement
     device = movement.device(arena)
     parent = HostParent(
-        [
-            BlockShape(block.rows, block.columns, 2 if block.module == "gate_up" else 1)
-            for block in checkpoint.blocks
-        ],
-        CanonicalLayout(),
+        [_shape(block) for block in checkpoint.blocks],
+        movement.layout,
         page_bytes=arena.page_bytes,
         parent_bits=checkpoint.levels[-1],
         min_bits=checkpoint.levels[0],

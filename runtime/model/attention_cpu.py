@@ -9,11 +9,12 @@ import torch
 from kernels.cpu.attention import AttentionLayer, StoredType, TokenPages, paged_attention
 from kernels.cpu.backend import backend
 from runtime.model.attention import Attention
+from runtime.model.attention_cuda import CudaAttention, CudaLimits
 from runtime.model.attention_torch import TorchAttention, require_room
 from runtime.model.kv_cache import KvCache
 from runtime.model.kv_layout import STORED_TYPES
 from runtime.model.step import StepBatch
-from runtime.page_arena import HostBuffer
+from runtime.page_arena import HostBuffer, TorchBuffer
 
 _STORED: dict[torch.dtype, StoredType] = {
     dtype: stored
@@ -105,14 +106,26 @@ class CpuAttention:
         return self._layers[layer, heads]
 
 
-def attention_for(cache: KvCache, *, threads: int = 1, path: str | None = None) -> Attention:
+def attention_for(
+    cache: KvCache,
+    *,
+    threads: int = 1,
+    path: str | None = None,
+    limits: CudaLimits | None = None,
+) -> Attention:
     """Compiled attention where the arena and the machine allow it, torch's otherwise.
 
     Args:
         cache: Keys and values.
         threads: Of compiled attention.
         path: As in `kernels.cpu.backend`; one that is not compiled means torch.
+        limits: Of steps, for the CUDA kernels of an arena that is a tensor; None: torch there.
+
+    Raises:
+        CudaAttentionError: If those kernels do not have what the model needs.
     """
+    if limits is not None and isinstance(cache.arena.buffer, TorchBuffer):
+        return CudaAttention(cache, limits)
     on_host = isinstance(cache.arena.buffer, HostBuffer)
     if on_host and backend(path).library is not None:
         return CpuAttention(cache, threads=threads, path=path)

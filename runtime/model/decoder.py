@@ -16,7 +16,7 @@ from runtime.model.linear import Linear, make_linear
 from runtime.model.norms import RmsNorm
 from runtime.model.rotary import Rotary, RotaryTables
 from runtime.model.spec import ModelSpec
-from runtime.model.step import Ints, StepBatch
+from runtime.model.step import StepBatch
 from runtime.model.weights import Weights
 
 
@@ -77,13 +77,39 @@ class Decoder:
             write them.
         """
         attention.begin(batch)
+        tokens = torch.from_numpy(batch.tokens).to(self.device)
         positions = torch.from_numpy(batch.positions).to(self.device, torch.float32)
-        x = self._embedding(batch.tokens)
+        rows = None
+        if len(batch.logit_rows) < len(batch.tokens):
+            rows = torch.from_numpy(batch.logit_rows).to(self.device)
+        return self.compute(tokens, positions, attention, experts, rows)
+
+    @torch.no_grad()
+    def compute(
+        self,
+        tokens: torch.Tensor,
+        positions: torch.Tensor,
+        attention: Attention,
+        experts: Experts | None = None,
+        rows: torch.Tensor | None = None,
+    ) -> torch.Tensor:
+        """A step that ``attention`` has begun, from tensors on the device and in its order alone.
+
+        Args:
+            tokens: [T] int64.
+            positions: [T] float32.
+            attention: As for ``forward``.
+            experts: As for ``forward``.
+            rows: [m] int64, fewer than T, whose logits are wanted; None: all.
+
+        Returns:
+            [m, vocabulary] float32.
+        """
+        x = self._embedding(tokens)
         if self.spec.embedding_scale != 1.0:
             x = x.mul_(self.spec.embedding_scale)
-        inputs = None if self._layer_inputs is None else self._layer_inputs(batch.tokens, x)
+        inputs = None if self._layer_inputs is None else self._layer_inputs(tokens, x)
         rotary = [tables.at(positions) for tables in self._rotary]
-        rows = torch.from_numpy(batch.logit_rows).to(self.device)
         last = len(self._layers) - 1
         for number, layer in enumerate(self._layers):
             x = layer(
@@ -92,10 +118,8 @@ class Decoder:
                 attention,
                 experts,
                 None if inputs is None else inputs[number],
-                rows if number == last and len(rows) < len(x) else None,
+                rows if number == last else None,
             )
-        if len(x) != len(rows):
-            x = x[rows]
         return self._logits(x)
 
     def _logits(self, x: torch.Tensor) -> torch.Tensor:
@@ -121,8 +145,8 @@ class _LayerInputs:
         )
         self._hidden_scale = spec.hidden**-0.5
 
-    def __call__(self, tokens: Ints, x: torch.Tensor) -> torch.Tensor:
-        """[layers, T, width] float32, from tokens [T] and their scaled embeddings [T, H]."""
+    def __call__(self, tokens: torch.Tensor, x: torch.Tensor) -> torch.Tensor:
+        """[layers, T, width] float32, from tokens [T] int64 and their scaled embeddings [T, H]."""
         shape = (len(tokens), self._layers, self._width)
         own = self._embedding(tokens).mul_(self._width**0.5).view(shape)
         projected = self._project(x).mul_(self._hidden_scale).view(shape)

@@ -10,12 +10,14 @@ from numpy.typing import NDArray
 
 from kernels.cpu.linear import PANEL_ROWS, PackedLinear
 
+Tokens = torch.Tensor | NDArray[np.int64]
+
 
 class Embedding(Protocol):
     """The vectors of tokens."""
 
-    def __call__(self, tokens: NDArray[np.int64]) -> torch.Tensor:
-        """[T] -> [T, H] float32, a new tensor."""
+    def __call__(self, tokens: Tokens) -> torch.Tensor:
+        """[T] int64 -> [T, H] float32, a new tensor."""
 
 
 class TableEmbedding:
@@ -28,10 +30,9 @@ class TableEmbedding:
     def __init__(self, matrix: torch.Tensor) -> None:
         self._matrix = matrix
 
-    def __call__(self, tokens: NDArray[np.int64]) -> torch.Tensor:
+    def __call__(self, tokens: Tokens) -> torch.Tensor:
         """See ``Embedding``."""
-        rows = torch.from_numpy(tokens).to(self._matrix.device)
-        return self._matrix[rows].float()
+        return self._matrix[torch.as_tensor(tokens, device=self._matrix.device)].float()
 
 
 class PackedEmbedding:
@@ -49,8 +50,8 @@ class PackedEmbedding:
             lanes = 2 * (lanes % half) + lanes // half
         self._lanes = lanes
 
-    def __call__(self, tokens: NDArray[np.int64]) -> torch.Tensor:
+    def __call__(self, tokens: Tokens) -> torch.Tensor:
         """See ``Embedding``."""
-        panel, lane = np.divmod(tokens, PANEL_ROWS)
+        panel, lane = np.divmod(np.asarray(tokens), PANEL_ROWS)
         rows = torch.from_numpy(self._panels[panel, :, self._lanes[lane]])
         return rows.view(torch.bfloat16).float() if rows.dtype == torch.uint16 else rows

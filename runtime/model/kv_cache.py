@@ -35,6 +35,7 @@ class _Sequence:
 
     table: PageIds  # [room, block_pages]
     first_blocks: list[int]
+    birth: int
     tokens: int = 0
     blocks: int = 0
 
@@ -91,7 +92,7 @@ class KvCache:
         self._sequences: dict[int, _Sequence] = {}
         self._holds = np.zeros(arena.num_pages, np.int32)  # of every page
         self._orphan = np.zeros(arena.num_pages, np.bool_)  # held, but by no sequence
-        self._held_pages = 0
+        self._held_pages = self._births = 0
 
     @property
     def held_pages(self) -> int:
@@ -112,7 +113,15 @@ class KvCache:
         if sequence in self._sequences:
             raise ValueError(f"sequence {sequence} is in the cache already")
         table = np.full((FIRST_BLOCKS, self.layout.block_pages), LEFT_BEHIND, np.int32)
-        self._sequences[sequence] = _Sequence(table, [0] * len(self._windows))
+        self._births += 1
+        self._sequences[sequence] = _Sequence(table, [0] * len(self._windows), self._births)
+
+    def birth(self, sequence: int) -> int:
+        """Differs whenever a sequence was released and added again.
+
+        While it stays the same, blocks that a table has keep their pages.
+        """
+        return self._sequences[sequence].birth
 
     def tokens(self, sequence: int) -> int:
         """Tokens whose keys and values are held."""
