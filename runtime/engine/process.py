@@ -173,7 +173,11 @@ def write_decisions(parts: EngineParts) -> None:
     from traces.whole_file import write_whole
 
     if parts.settings.decision_log is not None:
-        write_whole(Path(parts.settings.decision_log), parts.log.to_bytes())
+        path = Path(parts.settings.decision_log)
+        try:
+            write_whole(path, parts.log.to_bytes())
+        except OSError as error:  # names the file, not the temporary one beside it
+            raise OSError(error.errno, error.strerror, str(path)) from error
 
 
 def run_engine(
