@@ -103,7 +103,7 @@ def run_row(
         "latency": {name: _latency(values) for name, values in latencies.items()},
         "ttft_mean_interval": None,
         "good_share": _good_share(latencies, served, int(arrived.sum()), slo),
-        "preemptions": int(run.counters.get("preemptions_total", fates.preemptions.sum()) or 0),  # type: ignore[arg-type]
+        "preemptions": int(run.counters.get("preemptions_total", fates.preemptions.sum()) or 0),
         "held_back": run.counters.get("held_back", 0),
         "kv_tokens_peak": totals.kv_tokens_peak,
         "kv_pages_peak": totals.kv_pages_peak,

@@ -321,8 +321,13 @@ def serve(
         found["info"] = msgspec.to_builtins(all_.info)
         return Opened(engine=all_, text=text, template=template, instances=all_.instances)
 
+    scheme = "https" if tls_cert else "http"
+
+    def listening(bound_port: int) -> None:
+        found["port"] = bound_port
+        _say(f"listening on {scheme}://{host}:{bound_port}, loading {folder}")
+
     def ready() -> None:
-        scheme = "https" if tls_cert else "http"
         _say(
             _greeting(
                 f"{scheme}://{host}:{found['port']}{root_path}",
@@ -335,13 +340,12 @@ def serve(
             )
         )
 
-    _say(f"loading {folder}")
     try:
         run_server(
             front,
             open_engine,
             Address(host=host, port=port, certificate=tls_cert, key=tls_key),
-            on_listening=lambda port: found.update(port=port),
+            on_listening=listening,
             on_ready=ready,
         )
     except EngineGoneError as error:

@@ -57,9 +57,9 @@ class ChatWriter:
             "choices": [self._choice(piece) for piece in pieces],
             "usage": usage,
         }
-        if job.shows_prompt_logprobs:
+        if job.shown_prompt_logprobs is not None:
             answer["prompt_logprobs"] = prompt_logprobs(
-                self._tokenizer, choices[0].state.prompt_logprobs, job.sampling.prompt_logprobs or 0
+                self._tokenizer, choices[0].state.prompt_logprobs, job.shown_prompt_logprobs
             )
         if job.returns_token_ids:
             answer["prompt_token_ids"] = job.prompts[0].tokens

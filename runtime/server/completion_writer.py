@@ -80,9 +80,9 @@ class CompletionWriter:
             "finish_reason": piece.finish_reason,
             "stop_reason": piece.stop_reason,
         }
-        if job.shows_prompt_logprobs:
+        if job.shown_prompt_logprobs is not None:
             found["prompt_logprobs"] = prompt_logprobs(
-                self._tokenizer, choice.state.prompt_logprobs, job.sampling.prompt_logprobs or 0
+                self._tokenizer, choice.state.prompt_logprobs, job.shown_prompt_logprobs
             )
         if job.returns_token_ids:
             found["token_ids"] = piece.tokens

@@ -48,7 +48,8 @@ class Job:
         echo: The prompt's text comes first.
         is_scored_only: Nothing is generated; the engine's one token is dropped.
         shows_logprobs: Answers carry logprobs.
-        shows_prompt_logprobs: The prompts' own are in the answer (vLLM's field).
+        shown_prompt_logprobs: The prompts' own are in the answer (vLLM's field), with so many of the
+            likeliest; None: they are not.
         returns_token_ids: Answers carry ids beside the text.
     """
 
@@ -70,7 +71,7 @@ class Job:
     echo: bool = False
     is_scored_only: bool = False
     shows_logprobs: bool = False
-    shows_prompt_logprobs: bool = False
+    shown_prompt_logprobs: int | None = None
     returns_token_ids: bool = False
     sequences: list[NewSequence] = field(default_factory=list)
 

@@ -165,7 +165,7 @@ def _job(
         continuous_usage=options is not None
         and bool(options.include_usage and options.continuous_usage_stats),
         shows_logprobs=logprobs is not None,
-        shows_prompt_logprobs=body.prompt_logprobs is not None,
+        shown_prompt_logprobs=body.prompt_logprobs,
         returns_token_ids=bool(body.return_token_ids) or tokenizing.tokenizer is None,
     )
 
