@@ -86,7 +86,7 @@ def test_sizes_double_up_to_the_most_there_may_be():
 def test_replayed_steps_are_those_computed_launch_by_launch(model):
     captured = Captured()
     replayed, eager = engine_of(model, captured), engine_of(model, None)
-    prompts = {s: np.arange(3 + s, 8 + 3 * s) for s in (2, 5, 6)}
+    prompts = {s: np.arange(3, 8 + s) for s in (2, 5, 6)}
     steps = [prompts, *({s: np.array([7 * s + i]) for s in (6, 2, 5)[: 3 - i]} for i in range(3))]
     for new in steps:
         assert torch.equal(step(replayed, new), step(eager, new))
