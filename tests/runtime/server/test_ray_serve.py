@@ -201,6 +201,8 @@ def descendants() -> list[int]:
 
 @pytest.mark.ray
 @pytest.mark.slow
+@pytest.mark.filterwarnings("ignore::DeprecationWarning:ray")
+@pytest.mark.filterwarnings("ignore::DeprecationWarning:pydantic")
 async def test_two_deployments_answer_as_one_and_a_killed_one_comes_back(
     tiny: Path, tmp_path: Path
 ) -> None:
