@@ -71,7 +71,8 @@ def profile(
     from models.calibration import save_calibration
     from runtime.command_progress import phases
     from runtime.profile_clock import ProfileError
-    from runtime.profile_fit import calibration_of, problems
+    from runtime.profile_fit import calibration_of
+    from runtime.profile_quality import problems
     from runtime.profile_run import QUICK, ProfilePlan, profile_model
     from runtime.serve_settings import ServeOptions, engine_settings
 

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, field
 from typing import Final
 
 import numpy as np
@@ -25,7 +25,9 @@ from models.roofline_fit import RooflineFit, fit_roofline
 from models.stage_fit import StageFit, fit_stage
 from models.step_counts import StepCounts
 from runtime.profile_clock import ProfileError
+from runtime.profile_loads import loads_of, reference_bits, values_of
 from runtime.profile_prefill import fit_prefill
+from runtime.profile_quality import line_quality, quality_of, roofline_quality
 from runtime.profile_stages import fit_stages
 from runtime.profile_tiers import TierTimes
 
@@ -33,9 +35,6 @@ Floats = NDArray[np.float64]
 
 LEAST_SHARE: Final = 1e-3
 """Of ``[hardware]``; below it a part is not limited by what its fit says."""
-LEAST_R2: Final = 0.5
-MOST_MEDIAN_ERROR: Final = 0.25
-MOST_TRANSFER_ERROR: Final = 0.5
 RATES: Final = 400
 CACHE_GAIN: Final = 20.0
 """Reading is at most so many times faster than a large copy; beyond, it is not what takes time."""
@@ -71,18 +70,6 @@ class Measured:
     tiers: Mapping[str, TierTimes] = field(default_factory=dict)
 
 
-@dataclass(frozen=True, slots=True, eq=False)
-class _Loads:
-    """Bytes and operations of measured steps, one entry each."""
-
-    kv_bytes: Floats
-    attention_flops: Floats
-    dense_flops: Floats
-    expert_bytes: Floats
-    expert_flops: Floats
-    tokens: Floats
-
-
 def calibration_of(measured: Measured) -> Calibration:
     """Fit everything.
 
@@ -92,18 +79,30 @@ def calibration_of(measured: Measured) -> Calibration:
     counts = StepCounts(measured.shape, kv_value_bytes=measured.kv_value_bytes)
     reference = reference_bits(measured.steps)
     steps = [step for step in measured.steps if step.bits == reference]
-    loads = _loads(counts, steps)
+    loads = loads_of(counts, steps)
     ones = np.ones(len(steps))
     attention = _roofline(
-        "attention", loads.kv_bytes, loads.attention_flops, _of(steps, "attention_s"), loads.tokens
+        "attention",
+        loads.kv_bytes,
+        loads.attention_flops,
+        values_of(steps, "attention_s"),
+        loads.tokens,
     )
-    dense_s = _of(steps, "seconds") - _of(steps, "attention_s") - _of(steps, "experts_s")
+    dense_s = (
+        values_of(steps, "seconds")
+        - values_of(steps, "attention_s")
+        - values_of(steps, "experts_s")
+    )
     dense = _roofline("dense", ones * counts.dense_bytes, loads.dense_flops, dense_s, loads.tokens)
     fits = {"attention": attention, "dense": dense}
     widths: dict[int, float] = {}
     if counts.expert_flops:
         experts = _roofline(
-            "experts", loads.expert_bytes, loads.expert_flops, _of(steps, "experts_s"), loads.tokens
+            "experts",
+            loads.expert_bytes,
+            loads.expert_flops,
+            values_of(steps, "experts_s"),
+            loads.tokens,
         )
         fits["experts"] = experts
         widths = _width_rates(counts, measured.steps, experts)
@@ -128,9 +127,9 @@ def calibration_of(measured: Measured) -> Calibration:
         step_overhead_us=1e6 * overhead_s,
         copy_latency_us=1e6 * link.intercept_s,
     )
-    qualities = {name: _roofline_quality(fit) for name, fit in fits.items()}
+    qualities = {name: roofline_quality(fit) for name, fit in fits.items()}
     qualities |= _whole_steps(counts, measured.steps, rates, peak_bytes, peak_flops, layers)
-    qualities["copies"] = _line_quality(link, measured.job_bytes, measured.job_s)
+    qualities["copies"] = line_quality(link, measured.job_bytes, measured.job_s)
     prefill, prefill_quality = fit_prefill(measured.shape, steps, peak_flops)
     if prefill is not None and prefill_quality is not None:
         qualities["prefill"] = prefill_quality
@@ -169,58 +168,6 @@ def calibration_of(measured: Measured) -> Calibration:
     )
 
 
-def problems(calibration: Calibration) -> list[str]:
-    """What makes the numbers meaningless, if anything does."""
-    assert calibration.engine is not None  # it has been made here
-    found = []
-    for name, fit in calibration.engine.fits.items():
-        is_transfer = fit.unit == "bytes"
-        most = MOST_TRANSFER_ERROR if is_transfer else MOST_MEDIAN_ERROR
-        if fit.median_relative_error > most:
-            found.append(
-                f"{name}: the fit is off by {100 * fit.median_relative_error:.0f} % in the median, "
-                f"at most {100 * most:.0f} % is sound"
-            )
-        elif fit.r2 < LEAST_R2 and not is_transfer:
-            found.append(f"{name}: R2 is {fit.r2:.2f}, at least {LEAST_R2} is sound")
-    for stage, line in calibration.fits.items():
-        if line.slope_s == 0.0:
-            found.append(f"{stage} stage: {line.warning}")
-    return found
-
-
-def reference_bits(steps: Sequence[StepMeasured]) -> int:
-    """The width that was measured at most points: 0 where experts are not quantized."""
-    counts: dict[int, int] = {}
-    for step in steps:
-        counts[step.bits] = counts.get(step.bits, 0) + 1
-    return max(counts, key=lambda bits: (counts[bits], -bits))
-
-
-def _of(steps: Sequence[StepMeasured], name: str) -> Floats:
-    return np.array([getattr(step, name) for step in steps], dtype=np.float64)
-
-
-def _loads(counts: StepCounts, steps: Sequence[StepMeasured]) -> _Loads:
-    kv_bytes, attention, dense, experts = [], [], [], []
-    for step in steps:
-        held = np.full(step.sequences, step.held, dtype=np.int64)
-        added = np.full(step.sequences, step.added, dtype=np.int64)
-        tokens = step.sequences * step.added
-        kv_bytes.append(counts.kv_read_bytes(held, added))
-        attention.append(step.sequences * counts.attention_flops(step.held, step.added))
-        dense.append(counts.token_flops * tokens + counts.output_flops * step.sequences)
-        experts.append(counts.expert_flops * tokens)
-    return _Loads(
-        kv_bytes=np.array(kv_bytes),
-        attention_flops=np.array(attention),
-        dense_flops=np.array(dense),
-        expert_bytes=_of(steps, "expert_bytes"),
-        expert_flops=np.array(experts),
-        tokens=_of(steps, "sequences") * _of(steps, "added"),
-    )
-
-
 def _roofline(
     part: str, num_bytes: Floats, flops: Floats, seconds: Floats, tokens: Floats
 ) -> RooflineFit:
@@ -237,7 +184,7 @@ def _width_rates(
     found = {}
     for bits in sorted({step.bits for step in steps}):
         here = [step for step in steps if step.bits == bits]
-        loads, seconds = _loads(counts, here), _of(here, "experts_s")
+        loads, seconds = loads_of(counts, here), values_of(here, "experts_s")
         compute_s = loads.expert_flops / experts.flops_per_s
         guess = loads.expert_bytes / seconds
         rates = np.geomspace(float(guess.min()) / 2.0, float(guess.max()) * 20.0, RATES)
@@ -277,7 +224,7 @@ def _whole_steps(
     layers: int,
 ) -> dict[str, FitQuality]:
     """How far whole forward passes are from what the twin will make of the rates."""
-    loads, measured = _loads(counts, steps), _of(steps, "seconds")
+    loads, measured = loads_of(counts, steps), values_of(steps, "seconds")
     compute = rates.compute_share * peak_flops
     dense = np.maximum(
         counts.dense_bytes / (rates.dense_share * peak_bytes), loads.dense_flops / compute
@@ -294,45 +241,12 @@ def _whole_steps(
             loads.expert_flops / (rates.expert_compute_share * peak_flops),
         )
     decoding = np.array([step.added == 1 for step in steps])
-    found = {"steps": _quality(fitted, measured, loads.tokens, "tokens")}
+    found = {"steps": quality_of(fitted, measured, loads.tokens, "tokens")}
     if decoding.any():
-        found["decode steps"] = _quality(
+        found["decode steps"] = quality_of(
             fitted[decoding], measured[decoding], loads.tokens[decoding], "tokens"
         )
     return found
-
-
-def _quality(fitted: Floats, measured: Floats, load: Floats, unit: str) -> FitQuality:
-    off = np.abs(fitted / measured - 1.0)
-    residual, around = measured - fitted, measured - measured.mean()
-    total = float(around @ around)
-    return FitQuality(
-        points=len(measured),
-        r2=1.0 - float(residual @ residual) / total if total > 0.0 else 1.0,
-        median_relative_error=float(np.median(off)),
-        max_relative_error=float(off.max()),
-        unit=unit,
-        min=float(load.min()),
-        max=float(load.max()),
-    )
-
-
-def _roofline_quality(fit: RooflineFit) -> FitQuality:
-    warning = None
-    if not fit.is_compute_bound:
-        warning = "no measured step was bound by arithmetic; larger ones may be"
-    elif not fit.is_memory_bound:
-        warning = "no measured step was bound by memory"
-    return FitQuality(
-        points=fit.points,
-        r2=fit.r2,
-        median_relative_error=fit.median_relative_error,
-        max_relative_error=fit.max_relative_error,
-        unit="tokens",
-        min=fit.min_tokens,
-        max=fit.max_tokens,
-        warning=warning,
-    )
 
 
 def _line(part: str, load: Floats, seconds: Floats) -> StageFit:
@@ -340,11 +254,6 @@ def _line(part: str, load: Floats, seconds: Floats) -> StageFit:
         return fit_stage(load, seconds, "bytes")
     except ValueError as error:
         raise ProfileError(f"{part}: cannot be fitted: {error}") from error
-
-
-def _line_quality(line: StageFit, load: Floats, seconds: Floats) -> FitQuality:
-    quality = _quality(line.slope_s * load + line.intercept_s, seconds, load, "bytes")
-    return replace(quality, warning=line.warning)
 
 
 def _rate(line: StageFit) -> float:
@@ -367,8 +276,8 @@ def _tier(name: str, times: TierTimes) -> tuple[TierMeasured, dict[str, FitQuali
         lookup_s=times.lookup_s,
     )
     return tier, {
-        f"{name} load": _line_quality(load, load_bytes, load_s),
-        f"{name} save": _line_quality(save, load_bytes, save_s),
+        f"{name} load": line_quality(load, load_bytes, load_s),
+        f"{name} save": line_quality(save, load_bytes, save_s),
     }
 
 

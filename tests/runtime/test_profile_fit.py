@@ -18,7 +18,8 @@ from models.prefix_settings import PrefillGpu
 from models.scenario_file import parse_paged_weight, parse_prefix, parse_scenario, scenario_tables
 from models.step_counts import StepCounts
 from models.strict_tables import ScenarioError
-from runtime.profile_fit import Measured, calibration_of, problems
+from runtime.profile_fit import Measured, calibration_of
+from runtime.profile_quality import problems
 from runtime.profile_rounds import measure_steps
 from runtime.profile_run import ProfilePlan
 from runtime.profile_steps import StepPoint, StepSeconds
