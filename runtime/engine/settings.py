@@ -32,8 +32,8 @@ class EngineSettings(msgspec.Struct, frozen=True, kw_only=True):
     Attributes:
         model: Folder of a checkpoint, plain or quantized.
         dtype: Of weights, keys and values; ``auto``: as in the checkpoint.
-        device: ``cpu``, ``cuda:N``, or ``emulation``: the path of a GPU, its kernels on the CPU, for
-            tests.
+        device: ``cpu``, ``cuda:N``, or, for tests, ``emulation``: the path of a GPU with its
+            kernels on the CPU.
         threads: Of CPU kernels.
         memory_bytes: Arena for expert weights (if quantized) and KV; None: chosen by the machine.
         page_bytes: Of the arena; None: by the model.
