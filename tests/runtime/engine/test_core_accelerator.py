@@ -10,12 +10,14 @@ import pytest
 
 from kernels.cuda_emulation import emulator
 from models.plane_bytes import block_pages
+from policies.orders import BitWidths, PrecisionOrders
 from runtime.engine import accelerator
 from runtime.engine.accelerator import SPARE_SEQUENCE, open_accelerator
 from runtime.engine.build import build_engine
 from runtime.engine.settings import EngineSettings, EngineSettingsError
 from runtime.engine.weight_pages import checkpoint_tables
 from runtime.page_tile_layout import TileLayout
+from runtime.precision_control import PrecisionControl
 from runtime.quantize import QuantizeSettings, quantize_checkpoint
 from runtime.quantized_checkpoint import QuantizedCheckpoint
 from tests.runtime.engine.core_cases import (
@@ -30,7 +32,7 @@ from tests.runtime.engine.core_cases import (
 )
 
 needs_compiler = pytest.mark.skipif(not emulator.available(), reason="no C++ compiler")
-EMULATED: dict[str, Any] = {"device": "emulation", "max_running": 3, "prefill_tokens": 24}
+EMULATED: dict[str, Any] = {"device": "emulation", "max_running": 5, "prefill_tokens": 24}
 PROMPTS = [prompt(length) for length in (1, 15, 17)]
 
 
@@ -86,22 +88,53 @@ def test_quantized_experts_are_multiplied_from_tiles_in_the_arena(quantized: Pat
         assert largest_difference(got, want) < 0.05
 
 
+def all_at(blocks: int, bits: int) -> BitWidths:
+    return BitWidths(np.arange(blocks), np.full(blocks, bits))
+
+
 @needs_compiler
-def test_widths_move_under_replayed_steps_and_the_policy_sees_the_traffic(quantized: Path) -> None:
-    moving = {"calm_steps": 1, "plan_interval_s": 0.0, "link_bytes_per_s": 1e12}
-    with running(quantized, precision_settings=moving, **EMULATED) as core:
-        before = core.parts.control.mass.m1.copy()
-        widths: set[tuple[int, ...]] = set()
-        answer = one(
-            core,
-            ask(PROMPTS[1], 4),
-            at_step=lambda _: widths.add(tuple(core.parts.mover.tables.bits.tolist())),
-        )
-        assert answer.error == ""
-        assert len(answer.tokens) == 4
-        assert not np.array_equal(core.parts.control.mass.m1, before)
-        mirror = core.parts.mover.device.tables
-        assert np.array_equal(mirror.bits.numpy(), core.parts.mover.tables.bits)
+def test_replayed_steps_follow_widths_that_move(quantized: Path) -> None:
+    with running(quantized, precision=2, **EMULATED) as core:
+        narrow = one(core, ask(PROMPTS[1], 4))
+    with running(quantized, precision=4, **EMULATED) as core:
+        wide = one(core, ask(PROMPTS[1], 4))
+        mover = core.parts.mover
+        blocks, none = mover.tables.num_blocks, all_at(0, 0)
+        for plan, bits in enumerate((2, 4), start=1):
+            orders = all_at(blocks, bits)
+            drops, raises = (orders, none) if bits == 2 else (none, orders)
+            mover.plan(PrecisionOrders(plan, drops, raises), step=100 * plan)
+            settle(core)
+            assert (mover.tables.bits == bits).all()
+            assert np.array_equal(mover.device.tables.bits.numpy(), mover.tables.bits)
+            found = one(core, ask(PROMPTS[1], 4))
+            assert found.said == (narrow if bits == 2 else wide).said
+    assert narrow.said != wide.said
+
+
+@needs_compiler
+def test_the_policy_sees_the_traffic_of_replayed_steps_and_not_their_padding(
+    quantized: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    seen: list[np.ndarray] = []
+    observe = PrecisionControl.observe
+
+    def noted(self: PrecisionControl, layer: int, experts: np.ndarray, gate: np.ndarray) -> None:
+        if layer == 0:
+            seen.append(experts.ravel())
+        observe(self, layer, experts, gate)
+
+    monkeypatch.setattr(PrecisionControl, "observe", noted)
+    counts = []
+    for device in ({}, EMULATED):
+        with running(quantized, precision_settings={"use_movement": False}, **device) as core:
+            drive(core, [ask(tokens, 3) for tokens in PROMPTS])
+        counts.append(np.bincount(np.concatenate(seen)))
+        seen.clear()
+    missing = counts[0] - counts[1]
+    assert (missing >= 0).all()
+    # the last step is told when the next begins: a token or more of two experts each
+    assert 2 <= missing.sum() <= 2 * len(PROMPTS)
 
 
 def test_bytes_of_the_canonical_layout_are_those_of_the_model(quantized: Path) -> None:
