@@ -19,6 +19,8 @@ class ReplayArrivals:
 
     Attributes:
         due_s: [n] seconds since the start when each fell due; NaN: not yet.
+        num_under_way: Requests taken whose answers have not ended.
+        num_left: Requests not taken.
     """
 
     def __init__(
@@ -38,7 +40,7 @@ class ReplayArrivals:
             raise ReplayError(f"--speed: must be finite and > 0, found {speed!r}")
         if concurrency is not None and concurrency < 1:
             raise ReplayError(f"--concurrency: must be >= 1, found {concurrency}")
-        self._concurrency, self._under_way = concurrency, 0
+        self._concurrency, self.num_under_way = concurrency, 0
         self.due_s = np.full(len(requests), np.nan)
         self._think_s = requests.think_s / speed
         self._followers: dict[int, list[int]] = {}
@@ -56,18 +58,18 @@ class ReplayArrivals:
         """Requests that are due and not yet taken."""
         taken = []
         while self._heap and self._heap[0][0] <= now:
-            if self._concurrency is not None and self._under_way >= self._concurrency:
+            if self._concurrency is not None and self.num_under_way >= self._concurrency:
                 break
             at, request = heapq.heappop(self._heap)
             self.due_s[request] = at if self._concurrency is None else now
-            self._under_way += 1
+            self.num_under_way += 1
             self.num_left -= 1
             taken.append(request)
         return taken
 
     def ended(self, request: int, now: float) -> None:
         """An answer is complete, or has failed: those who follow it start to think."""
-        self._under_way -= 1
+        self.num_under_way -= 1
         for follower in self._followers.pop(request, ()):
             think_s = float(self._think_s[follower]) if self._concurrency is None else 0.0
             heapq.heappush(self._heap, (now + max(0.0, think_s), follower))
@@ -77,6 +79,6 @@ class ReplayArrivals:
         """When the next request falls due by the clock; None: after an answer, or never."""
         if not self._heap:
             return None
-        if self._concurrency is not None and self._under_way >= self._concurrency:
+        if self._concurrency is not None and self.num_under_way >= self._concurrency:
             return None
         return self._heap[0][0]

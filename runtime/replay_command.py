@@ -169,14 +169,14 @@ def replay(
         typer.Option("--name", help="Model to ask for; none: its first.", rich_help_panel=SERVER),
     ] = None,
     vocabulary: Annotated[
-        int,
+        int | None,
         typer.Option(
             "--vocabulary",
             min=1,
-            help="Prompts' token ids are below it; a MODEL folder says it itself.",
+            help="Prompts' token ids are below it; none: as a MODEL folder or the server says.",
             rich_help_panel=SERVER,
         ),
-    ] = 1000,
+    ] = None,
     api_key: Annotated[
         str,
         typer.Option("--api-key", envvar="SERVING_TWIN_API_KEY", rich_help_panel=SERVER),

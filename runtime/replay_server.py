@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import asyncio
 from collections.abc import Callable
+from dataclasses import dataclass
 from typing import Any, Final
 
 from runtime.clock import RunClock
@@ -18,6 +19,7 @@ from runtime.replay_requests import ReplayError, ReplayRequests
 from runtime.replay_run import ReplayFates, ReplayRun, Series, Totals
 
 TICK_S: Final = 0.1
+LOADING_TICK_S: Final = 0.2
 Show = Callable[[float, float], None]
 
 
@@ -131,19 +133,48 @@ class ServerReplay:
     def _sample(self, now: float) -> None:
         """What a client can know: requests under way."""
         if self.series.is_due(now):
-            self.totals.running_peak = max(self.totals.running_peak, len(self._tasks))
+            self.totals.running_peak = max(self.totals.running_peak, self._arrivals.num_under_way)
             tokens = int(self.fates.generated_tokens.sum())
-            under_way = float(len(self._tasks))
+            under_way = float(self._arrivals.num_under_way)
             row = [now, *([0.0] * 6), under_way, 0.0, 0.0, 0.0, 0.0, float(tokens), 0.0, 0.0]
             self.series.add(tuple(row))
 
 
-async def served_model(server: ServerAddress, wanted: str | None) -> tuple[str, int | None]:
-    """Name of the served model, and its context in tokens where the server tells it.
+@dataclass(frozen=True, slots=True, kw_only=True)
+class ServedModel:
+    """What a server tells of a model.
+
+    Attributes:
+        name: That it answers to.
+        context_tokens: Most tokens of prompt and answer; None: the server does not say.
+        vocabulary: Token ids are below it; None: the server does not say.
+    """
+
+    name: str
+    context_tokens: int | None
+    vocabulary: int | None
+
+
+async def served_model(server: ServerAddress, wanted: str | None) -> ServedModel:
+    """The served model; a server that is still loading it is waited for.
 
     Raises:
         ReplayError: If the server cannot be asked, or serves no such model.
     """
+    while True:
+        found = await _listed_model(server, wanted)
+        # `runtime serve` lists both fields, and has no values for them before the model is there
+        if found.get("max_model_len") or found.get("vocab_size", found) is not None:
+            break
+        await asyncio.sleep(LOADING_TICK_S)
+    return ServedModel(
+        name=str(found["id"]),
+        context_tokens=found.get("max_model_len"),
+        vocabulary=found.get("vocab_size"),
+    )
+
+
+async def _listed_model(server: ServerAddress, wanted: str | None) -> dict[str, Any]:
     try:
         models = (await server.get("/v1/models"))["data"]
     except (OSError, EOFError, ValueError, LookupError, TypeError) as error:
@@ -152,5 +183,5 @@ async def served_model(server: ServerAddress, wanted: str | None) -> tuple[str, 
     names = [str(model["id"]) for model in models]
     if not names or (wanted is not None and wanted not in names):
         raise ReplayError(f"--name: must be one of {', '.join(names) or 'none'}, found {wanted!r}")
-    chosen = models[0 if wanted is None else names.index(wanted)]
-    return str(chosen["id"]), chosen.get("max_model_len")
+    chosen: dict[str, Any] = models[0 if wanted is None else names.index(wanted)]
+    return chosen

@@ -6,19 +6,21 @@ import asyncio
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
-from typing import Any
 
 from models.hf_config import HfConfigError
 from models.workload import ResolvedWorkload, resolve_workload
 from runtime.replay_question import ReplayQuestion
 from runtime.replay_record import ReplayDrive, engine_deployment, policy_of, replay_record
 from runtime.replay_requests import ReplayError, ReplayLimits, ReplayRequests, replay_requests
+from runtime.replay_run import ReplayRun
 from runtime.serve_settings import ServeOptions
 from traces.record import RunRecord
 
 Show = Callable[[float, float], None]
 CONFIG = "config.json"
 REFERENCE_BITS = 4
+UNTOLD_VOCABULARY = 1000
+"""Token ids of a server's model where nobody says how many it has: all models have so many."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -33,7 +35,8 @@ class ReplayOptions:
         settle_s: Seconds at the end in which bits may come back, at most.
         plots: Whether pictures are drawn.
         engine: Of the engine in this process.
-        url, name, vocabulary, api_key: Of a server; without ``url`` the engine is in this process.
+        url, name, api_key: Of a server; without ``url`` the engine is in this process.
+        vocabulary: Of its model; None: as the model's folder or the server says.
     """
 
     question: ReplayQuestion
@@ -46,7 +49,7 @@ class ReplayOptions:
     plots: bool = True
     url: str | None = None
     name: str | None = None
-    vocabulary: int = 1000
+    vocabulary: int | None = None
     api_key: str = ""
 
 
@@ -106,6 +109,7 @@ def replay_engine(
             seed=question.seed,
             settle_s=options.settle_s,
         )
+        say(f"replaying {len(requests):,} requests")
         run = driver.run(is_stopped=is_stopped, show=show)
         record = replay_record(
             question,
@@ -139,38 +143,39 @@ def replay_server(
     from runtime.replay_arrivals import ReplayArrivals
     from runtime.replay_client import ServerAddress
     from runtime.replay_prompts import ReplayPrompts
-    from runtime.replay_server import ServerReplay, served_model
+    from runtime.replay_server import ServedModel, ServerReplay, served_model
 
     assert options.url is not None
     server = ServerAddress.of(options.url, options.api_key)
     question = options.question
     workload = resolve_workload(question.workload, seed=question.seed)
-    vocabulary, never = _vocabulary(options)
+    told, never = _vocabulary(options)
 
-    async def drive() -> tuple[ReplayRequests, Any, str, int | None]:
-        name, context = await served_model(server, options.name)
-        say(f"{options.url}: {name}")
-        requests = _fitted(options, workload, context)
+    async def drive() -> tuple[ReplayRequests, ReplayRun, ServedModel]:
+        model = await served_model(server, options.name)
+        say(f"{options.url}: {model.name}")
+        requests = _fitted(options, workload, model.context_tokens)
+        vocabulary = told or model.vocabulary or UNTOLD_VOCABULARY
         prompts = ReplayPrompts(requests, seed=question.seed, vocabulary=vocabulary, never=never)
         arrivals = ReplayArrivals(requests, speed=options.speed, concurrency=options.concurrency)
         driver = ServerReplay(
             server,
-            name,
+            model.name,
             requests,
             prompts,
             arrivals,
             temperature=options.temperature,
             seed=question.seed,
         )
-        return requests, await driver.run(is_stopped=is_stopped, show=show), name, context
+        return requests, await driver.run(is_stopped=is_stopped, show=show), model
 
-    requests, run, name, context = asyncio.run(drive())
+    requests, run, model = asyncio.run(drive())
     deployment = {
-        "model": name,
-        "context_tokens": context,
+        "model": model.name,
+        "context_tokens": model.context_tokens,
         "arena_bytes": 0,
         "page_bytes": 0,
-        "text": f"{name} behind {options.url}",
+        "text": f"{model.name} behind {options.url}",
     }
     record = replay_record(
         question,
@@ -196,10 +201,10 @@ def _fitted(
     return replay_requests(workload, seed=options.question.seed, limits=limits)
 
 
-def _vocabulary(options: ReplayOptions) -> tuple[int, tuple[int, ...]]:
-    """Token ids that a server's model has: of its folder, or as the operator says."""
+def _vocabulary(options: ReplayOptions) -> tuple[int | None, tuple[int, ...]]:
+    """Token ids of a server's model, as the operator or its folder says; and what ends answers."""
     folder = options.engine.model
-    if folder is None:
+    if options.vocabulary is not None or folder is None:
         return options.vocabulary, ()
     import json
 

@@ -134,6 +134,7 @@ SCHEMAS: dict[str, Any] = {
             "root": STRING,
             "parent": {"type": "null"},
             "max_model_len": nullable(COUNT),
+            "vocab_size": nullable(COUNT),
         }
     ),
     "ModelList": record({"object": {"const": "list"}, "data": array(ref("Model"))}),

@@ -127,4 +127,5 @@ def _model(front: FrontEnd, name: str) -> dict[str, Any]:
         "root": front.settings.model_names[0],
         "parent": None,
         "max_model_len": None if engine is None else front.tokenizing.limit.tokens,
+        "vocab_size": None if engine is None else front.tokenizing.vocabulary,
     }

@@ -10,7 +10,7 @@ import pytest
 from runtime.server.app import App, make_app
 from runtime.server.settings import ServerSettings
 from runtime.text.tokenizer import TextTokenizer
-from tests.runtime.server.scripted import RawCall, ScriptedEngine, client_of
+from tests.runtime.server.scripted import VOCABULARY, RawCall, ScriptedEngine, client_of
 
 pytestmark = pytest.mark.anyio
 Build = Callable[..., App]
@@ -24,6 +24,7 @@ async def test_every_name_of_the_model_is_listed_and_found(build: Build) -> None
         for model in listed["data"]:
             found = (await client.get(f"/v1/models/{model['id']}")).json()
             assert found == model and found["max_model_len"] == 512
+            assert found["vocab_size"] == VOCABULARY
         answer = await client.post("/v1/completions", json={"model": "other/name", "prompt": "a"})
         assert answer.json()["model"] == "other/name"
         assert "version" in (await client.get("/version")).json()
