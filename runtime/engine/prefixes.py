@@ -10,7 +10,7 @@ from runtime.engine.parts import EngineParts
 from runtime.engine.prefix_keys import PrefixKeys
 from runtime.engine.sequence import EngineSequence
 
-MAX_LOOKUPS_PER_STEP: Final = 8
+MAX_LOOKUPS_PER_STEP: Final = 32
 SAVE_WAIT_S: Final = 0.2
 SWAP_S: Final = 0.5
 
