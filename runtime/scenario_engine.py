@@ -11,7 +11,9 @@ from models.hf_config import read_hf_config
 from models.precision_settings import PagedWeightScenario
 from models.scenario_file import apply_overrides, beside, parse_paged_weight, read_toml
 from models.strict_tables import ScenarioError
+from models.weight_memory import full_expert_bytes
 from policies.precision_scenario import arena_pages_of_scenario, settings_of_scenario
+from runtime.quantized_manifest import MANIFEST
 
 PLAIN_BITS: Final = 16
 
@@ -35,7 +37,8 @@ def scenario_settings(path: Path, overrides: Sequence[str] = ()) -> dict[str, An
     """Fields of ``EngineSettings`` that a scenario fixes.
 
     Memory is that of the scenario's device, less its reserve and the weights that are no experts,
-    as in the twin. A model that is no folder (a name of the catalog) leaves ``model`` out.
+    as in the twin; less those of the experts too where they are plain. A model that is no folder
+    (a name of the catalog) leaves ``model`` out.
 
     Raises:
         ScenarioError: See ``read_engine_scenario``.
@@ -52,8 +55,7 @@ def scenario_settings(path: Path, overrides: Sequence[str] = ()) -> dict[str, An
     folder = Path(scenario.llm.model)
     if folder.is_dir():
         found["model"] = str(folder)
-        pages = arena_pages_of_scenario(scenario, read_hf_config(folder))
-        found["memory_bytes"] = pages * scenario.precision.page_bytes
+        found["memory_bytes"] = _arena_bytes(scenario, folder)
     policy = scenario.precision.policy
     if policy != PLAIN_BITS:
         found["precision"] = policy
@@ -62,3 +64,26 @@ def scenario_settings(path: Path, overrides: Sequence[str] = ()) -> dict[str, An
         del settings["planner"]
         found["precision_settings"] = settings
     return found
+
+
+def has_moving_widths(folder: Path) -> bool:
+    """Whether a checkpoint is quantized, so that widths are the policy's."""
+    return (folder / MANIFEST).is_file()
+
+
+def _arena_bytes(scenario: PagedWeightScenario, folder: Path) -> int:
+    shape, page_bytes = read_hf_config(folder), scenario.precision.page_bytes
+    pages = arena_pages_of_scenario(scenario, shape)
+    if has_moving_widths(folder):
+        return pages * page_bytes
+    # plain experts lie beside the arena, at 16 bits as the twin's policy 16 holds them
+    expert_bytes = full_expert_bytes(shape)
+    pages -= -(-expert_bytes // page_bytes)
+    if pages < 1:
+        hardware = scenario.hardware
+        raise ScenarioError(
+            f"[hardware] memory_gb: {hardware.memory_bytes / 1e9:g} GB less reserve_gb "
+            f"{hardware.reserve_gb:g} do not hold {folder} with plain experts of "
+            f"{expert_bytes / 1e9:.3g} GB; runtime quantize makes them smaller"
+        )
+    return pages * page_bytes

@@ -59,7 +59,7 @@ def engine_settings(
     settings: dict[str, Any] = {}
     model = options.model
     if options.scenario is not None:
-        from runtime.scenario_engine import scenario_settings
+        from runtime.scenario_engine import has_moving_widths, scenario_settings
 
         if model is None:
             named = scenario_settings(options.scenario, options.overrides).get("model")
@@ -72,6 +72,11 @@ def engine_settings(
         # the scenario's memory is shared out for the model that is served
         served = f"llm.model={json.dumps(str(model.absolute()))}"
         settings.update(scenario_settings(options.scenario, (*options.overrides, served)))
+        if "precision" in settings and not has_moving_widths(model):
+            say(
+                f"{model}: its experts are plain, they stay at 16 bits beside the arena: "
+                "[precision] has no part; runtime quantize makes a checkpoint whose widths move"
+            )
     settings["model"] = str(model)
     folder = Path(settings["model"])
     if not (folder / "config.json").is_file():

@@ -11,7 +11,9 @@ from typing import Any
 
 import numpy as np
 import pytest
+from safetensors.torch import load_file
 
+from models.strict_tables import ScenarioError
 from runtime.serve_settings import ServeOptions, engine_settings
 from tests.runtime.replay_cases import quantized_checkpoint
 from traces.decisions import read_decisions
@@ -25,8 +27,8 @@ CHANGES = {
     "workload.lengths.kind": "lognormal",
     "workload.lengths.mean_prompt_tokens": "100",
     "workload.lengths.mean_output_tokens": "20",
-    "workload.arrivals.on_rate_per_s": "400",
-    "workload.arrivals.off_rate_per_s": "400",
+    "workload.arrivals.on_rate_per_s": "20000",
+    "workload.arrivals.off_rate_per_s": "20000",
     "precision.page_bytes": "4096",
     "precision.compare": "[6]",
     "serving.max_running": "12",
@@ -90,7 +92,7 @@ def _added(folder: Path) -> list[tuple[int, int]]:
 def test_twin_and_replay_serve_the_same_requests_under_the_same_limits(
     model: Path, tmp_path: Path, command: Callable[..., str]
 ) -> None:
-    file, memory_gb = _scenario(tmp_path), 0.0027
+    file, memory_gb = _scenario(tmp_path), 0.0021
     changes = {**CHANGES, "hardware.memory_gb": memory_gb, "hardware.reserve_gb": 0.0001}
     words = [part for key, value in changes.items() for part in ("--set", f"{key}={value}")]
     twin, real = tmp_path / "twin", tmp_path / "real"
@@ -120,6 +122,12 @@ def test_twin_and_replay_serve_the_same_requests_under_the_same_limits(
         assert replayed.num_left_out == 0
     rows = [record.summary["policies"][0] for record in (simulated, measured)]
     assert all(row["served"] == 30 for row in rows)
+    for record, row in zip((simulated, measured), rows, strict=True):
+        # the memory is too small for the widths of the start and twelve requests at once
+        assert record.timeseries is not None
+        assert row["least_bits"] < record.timeseries["mean_bits"][0] - 0.9
+        assert row["preemptions"] == 0
+        assert row["running_peak"] == 12
     shared = set(simulated.requests or {}) & set(measured.requests or {})
     assert shared == set(simulated.requests or {})
 
@@ -135,6 +143,33 @@ def test_the_server_takes_memory_and_limits_of_the_same_file(model: Path) -> Non
     assert settings.page_bytes == 16384
     assert settings.memory_bytes is not None
     assert 0.008e9 < settings.memory_bytes <= 0.009e9  # less the weights that are no experts
+
+
+def test_plain_experts_take_their_part_of_the_memory_and_the_operator_is_told(
+    model: Path,
+) -> None:
+    plain = model.parent / "plain"
+    changes = ("hardware.memory_gb=0.01", "hardware.reserve_gb=0.001")
+    told: list[str] = []
+    found = {
+        folder: engine_settings(
+            ServeOptions(model=folder, scenario=SCENARIO, overrides=changes), say=told.append
+        )
+        for folder in (model, plain)
+    }
+    assert len(told) == 1
+    assert str(plain) in told[0]
+    assert "[precision] has no part" in told[0]
+    expert_bytes = sum(
+        2 * tensor.numel()
+        for name, tensor in load_file(plain / "model.safetensors").items()
+        if ".experts." in name
+    )
+    arenas = {folder: settings.memory_bytes or 0 for folder, settings in found.items()}
+    assert expert_bytes <= arenas[model] - arenas[plain] < expert_bytes + 16384
+    small = ("hardware.memory_gb=0.0003", "hardware.reserve_gb=0")
+    with pytest.raises(ScenarioError, match=r"memory_gb: 0.0003 GB .* with plain experts"):
+        engine_settings(ServeOptions(model=plain, scenario=SCENARIO, overrides=small))
 
 
 def _of_policy(record: RunRecord, label: str) -> dict[str, Any]:
