@@ -142,11 +142,11 @@ class EngineReplay:
         if self._failed_in_a_row >= MAX_FAILED_STEPS:
             message = f"the engine ends after {MAX_FAILED_STEPS} failed steps in a row"
             outputs += core.fail_all(message)
-        ended = sum(self._hear(output, now) for output in outputs)
+        ended = [int(output.sequence_id) for output in outputs if self._hear(output, now)]
         self._account(now, now - began_s, ended)
         if core.is_starved:
             time.sleep(STARVED_WAIT_S)
-        return ended
+        return len(ended)
 
     def _hear(self, output: SequenceOutput, now: float) -> bool:
         """Note what came; whether the request has ended."""
@@ -194,21 +194,21 @@ class EngineReplay:
 
     def _look(self) -> tuple[float, float]:
         """Mean bits and damage; computed only when a width has changed."""
-        mover, control = self._parts.mover, self._parts.control
+        mover = self._parts.mover
         if mover is None:
             return 0.0, 0.0
-        if control is None:
-            return float(mover.tables.bits.mean()), 0.0
         bits = mover.tables.bits
         if not np.array_equal(bits, self._seen_bits):
             self._seen_bits = bits.copy()
-            self._quality = control.quality()
+            self._quality = self._parts.quality()
         return self._quality
 
-    def _account(self, now: float, took_s: float, ended: int) -> None:
+    def _account(self, now: float, took_s: float, ended: list[int]) -> None:
+        """Sums of a step; those that ended with it ran in it, and held their tokens."""
         totals, accounts = self.totals, self._parts.accounts
         bits, damage = self._look()
-        running = len(accounts.ids) + ended  # those that ended with the step ran in it
+        running = len(accounts.ids) + len(ended)
+        kv_tokens = int(accounts.computed.sum()) + self._held_by(ended)
         kv_pages = self._parts.arena.ledger.held_pages("kv")
         totals.steps += not self.core.is_starved
         totals.busy_s += took_s
@@ -217,11 +217,17 @@ class EngineReplay:
         totals.damage_s += took_s * damage
         totals.running_peak = max(totals.running_peak, running)
         totals.kv_pages_peak = max(totals.kv_pages_peak, kv_pages)
-        totals.kv_tokens_peak = max(totals.kv_tokens_peak, int(accounts.computed.sum()))
+        totals.kv_tokens_peak = max(totals.kv_tokens_peak, kv_tokens)
         if bits < totals.least_bits:
             totals.least_bits = bits
             self.narrowest_bits = self._seen_bits  # replaced, never written
         self._sample(now)
+
+    def _held_by(self, ended: list[int]) -> int:
+        """Tokens that whole answers held at their end: all but the last, which none follows."""
+        whole = [request for request in ended if not self.fates.errors[request]]
+        prompts, generated = self._requests.prompt_tokens, self.fates.generated_tokens
+        return int((prompts[whole] + generated[whole] - 1).sum())
 
     def _sample(self, now: float) -> None:
         if not self.series.is_due(now):

@@ -154,7 +154,7 @@ class EngineCore:
         use = parts.arena.use()
         report = None if parts.mover is None else parts.mover.report()
         widest_kv = use.kv_pages + use.free_pages
-        bits, damage = (0.0, 0.0) if parts.control is None else parts.control.quality()
+        bits, damage = parts.quality()
         return EngineStats(
             step=counts.steps,
             running=len(accounts.ids) - int((accounts.loading > 0).sum()),

@@ -76,6 +76,14 @@ class EngineParts:
             block_tokens=layout.block_tokens,
         )
 
+    def quality(self) -> tuple[float, float]:
+        """Average bits per expert weight, 0.0 where none are quantized; damage, 0.0 if unknown."""
+        if self.control is not None:
+            return self.control.quality()
+        if self.mover is None:
+            return 0.0, 0.0
+        return float(self.mover.tables.bits.mean()), 0.0  # all blocks are at one width
+
     def close(self) -> None:
         """End threads and stores."""
         if self.prefix is not None:

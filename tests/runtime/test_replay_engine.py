@@ -97,6 +97,7 @@ def test_moving_widths_hold_more_sequences_than_one_width_in_the_same_memory(mod
     assert moving.fates.num_failed == 0
     assert moving.totals.running_peak > fixed.totals.running_peak
     assert moving.totals.kv_pages_peak > fixed.totals.kv_pages_peak
+    assert fixed.totals.least_bits == fixed.counters["mean_bits"] == 6.0
 
 
 def test_equal_beginnings_are_found_in_the_prefix_store(model: Path, tmp_path: Path) -> None:
@@ -105,6 +106,7 @@ def test_equal_beginnings_are_found_in_the_prefix_store(model: Path, tmp_path: P
     requests = replay_requests(workload, seed=1)
     run, _ = replayed(model, requests, concurrency=1, prefix=PrefixSettings(place="memory"))
     assert run.fates.cached_tokens.tolist() == [0, 512, 0]
+    assert run.totals.kv_tokens_peak == 521  # nothing follows the last token
 
 
 def test_the_command_writes_a_directory_that_twin_replay_repeats_anywhere(
