@@ -1,12 +1,15 @@
 """A load that exhausts the memory for keys and values, on a quantized checkpoint.
 
-    python benchmarks/memory_pressure.py CHECKPOINT --memory 165MiB --text FILE
+    python benchmarks/small_moe_training.py
+    runtime quantize ~/.cache/serving-twin/small-moe SMALL-MOE-Q
+    python benchmarks/memory_pressure.py SMALL-MOE-Q
 
 The same requests in the same memory under the planner and under fixed widths: how many sequences
 run at once, what is preempted, whether anything fails. Under the planner also the widths over time,
-whether they shrank before anybody was preempted and whether they came back, and perplexity of a
-text at the widths of the start and at the narrowest ones that the run reached. Written:
-``results/memory_pressure.json``.
+whether they shrank before anybody was preempted and whether they came back, and perplexity at the
+widths of the start, at the narrowest ones that the run reached, and at the fixed ones. The text is
+held out from the small model's own domains, or a file (``--text``), for checkpoints that have
+learned something else. Written: ``results/memory_pressure.json``.
 """
 
 from __future__ import annotations
@@ -22,6 +25,7 @@ from pathlib import Path
 from typing import Any
 
 import numpy as np
+from small_moe_text import read_domains
 
 import runtime.engine.build as build_module
 from models.workload import resolve_workload
@@ -39,15 +43,16 @@ from runtime.text.tokenizer import TextTokenizer
 from traces.environment import commit, versions
 
 RESULTS = Path(__file__).parent / "results"
-OWN_TEXT = Path(__file__).parent.parent / "docs" / "design.md"
 CHUNK_TOKENS = 256
 
 
-def settings_of(a: argparse.Namespace, precision: str | int) -> EngineSettings:
+def settings_of(
+    a: argparse.Namespace, precision: str | int, *, memories: int = 1
+) -> EngineSettings:
     return EngineSettings(
         model=str(a.checkpoint),
         threads=a.threads,
-        memory_bytes=size_bytes(a.memory, "--memory"),
+        memory_bytes=memories * size_bytes(a.memory, "--memory"),
         page_bytes=a.page_bytes,
         max_running=a.requests,
         precision=precision,
@@ -116,7 +121,23 @@ def under_load(
         parts.close()
 
 
-def perplexity(a: argparse.Namespace, bits: np.ndarray, tokens: list[int]) -> float:
+def chunks_of(a: argparse.Namespace) -> list[tuple[int, ...]]:
+    """Token ids of the text in pieces of ``CHUNK_TOKENS``, of all domains alike."""
+    tokenizer = TextTokenizer.open(a.checkpoint)
+    assert tokenizer is not None, "the checkpoint has no tokenizer"
+    if a.text is not None:
+        texts = [a.text.read_text(errors="replace")]
+    else:
+        texts = ["\n".join(domain.held_out) for domain in read_domains()]
+    each = a.text_tokens // len(texts)
+    chunks = []
+    for text in texts:
+        tokens = tuple(tokenizer.encode(text[: 16 * each]))[:each]
+        chunks += [tokens[at : at + CHUNK_TOKENS] for at in range(0, each, CHUNK_TOKENS)]
+    return [chunk for chunk in chunks if len(chunk) > 1]
+
+
+def perplexity(a: argparse.Namespace, bits: np.ndarray, chunks: list[tuple[int, ...]]) -> float:
     """Of a text, with every block at the width it had."""
     planned = build_module.plan_widths
 
@@ -126,17 +147,14 @@ def perplexity(a: argparse.Namespace, bits: np.ndarray, tokens: list[int]) -> fl
     build_module.plan_widths = given
     try:
         narrowest = int(bits.min())
-        parts = build_engine(settings_of(a, narrowest))
+        parts = build_engine(settings_of(a, narrowest, memories=4))
     finally:
         build_module.plan_widths = planned
     try:
         assert np.array_equal(parts.mover.tables.bits, bits)
         core, total, count = EngineCore(parts), 0.0, 0
         sampling = Sampling(max_tokens=1, temperature=0.0, prompt_logprobs=0)
-        for at in range(0, len(tokens) - 1, CHUNK_TOKENS):
-            chunk = tuple(tokens[at : at + CHUNK_TOKENS])
-            if len(chunk) < 2:
-                continue
+        for at, chunk in enumerate(chunks):
             core.add(NewSequence(sequence_id=str(at), prompt=chunk, sampling=sampling))
             while core.has_work:
                 for output in core.step():
@@ -151,14 +169,14 @@ def perplexity(a: argparse.Namespace, bits: np.ndarray, tokens: list[int]) -> fl
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("checkpoint", type=Path)
-    parser.add_argument("--memory", default="165MiB")
-    parser.add_argument("--page-bytes", type=int, default=None)
-    parser.add_argument("--requests", type=int, default=40)
-    parser.add_argument("--prompt", type=int, default=96)
-    parser.add_argument("--output", type=int, default=24)
-    parser.add_argument("--widths", type=int, nargs="*", default=[4, 6, 8])
-    parser.add_argument("--text", type=Path, default=OWN_TEXT)
-    parser.add_argument("--text-tokens", type=int, default=1024)
+    parser.add_argument("--memory", default="16MiB")
+    parser.add_argument("--page-bytes", type=int, default=4096)
+    parser.add_argument("--requests", type=int, default=22)
+    parser.add_argument("--prompt", type=int, default=64)
+    parser.add_argument("--output", type=int, default=64)
+    parser.add_argument("--widths", type=int, nargs="*", default=[3, 4, 5])
+    parser.add_argument("--text", type=Path, default=None)
+    parser.add_argument("--text-tokens", type=int, default=16384)
     parser.add_argument("--threads", type=int, default=1)
     parser.add_argument("--settle", type=float, default=60.0)
     parser.add_argument("--seed", type=int, default=1)
@@ -172,13 +190,14 @@ def main() -> None:
             rows.append({"precision": precision, "fits": False, "reason": str(error)})
             continue
         rows.append(row)
-        widths.setdefault("hull", bits)
+        if precision == "hull":
+            widths.update(bits)
+        else:
+            widths[f"{precision} bits"] = bits["start"]
         shown = {k: v for k, v in row.items() if k not in ("series", "planner_moves")}
         print(json.dumps(shown), flush=True)
-    text = TextTokenizer.open(a.checkpoint)
-    assert text is not None, "the checkpoint has no tokenizer"
-    tokens = list(text.encode(a.text.read_text(errors="replace")))[: a.text_tokens]
-    found = {name: perplexity(a, bits, tokens) for name, bits in widths["hull"].items()}
+    chunks = chunks_of(a)
+    found = {name: perplexity(a, bits, chunks) for name, bits in widths.items()}
     print(json.dumps(found), flush=True)
     result = {
         "checkpoint": a.checkpoint.resolve().name,
@@ -191,8 +210,8 @@ def main() -> None:
         "commit": commit(),
         "runs": rows,
         "perplexity": {
-            "text": a.text.name,
-            "tokens": len(tokens),
+            "text": "held-out text of eight domains" if a.text is None else a.text.name,
+            "tokens": sum(map(len, chunks)),
             **found,
             "increase": found["least"] / found["start"] - 1.0,
         },
