@@ -59,11 +59,11 @@ def alone(folder: Path) -> dict[Callable[[], list[Any]], list[Any]]:
         return {asks: said([one(core, new) for new in asks()]) for asks in (greedy, sampled)}
 
 
-def tight_pages(core: EngineCore, sequences: int) -> int:
-    """Bytes of an arena that holds about so many of the longest answers."""
+def tight_bytes(core: EngineCore) -> int:
+    """Of an arena with two blocks beside the longest answer: the short ones outgrow it together."""
     layout = core.parts.cache.layout
     blocks = -(-(max(LENGTHS) + MAX_TOKENS) // layout.block_tokens)
-    return sequences * blocks * layout.block_pages * layout.page_bytes
+    return (blocks + 2) * layout.block_pages * layout.page_bytes
 
 
 def test_greedy_answers_are_those_of_transformers(folder: Path, alone: Any) -> None:
@@ -109,7 +109,7 @@ def test_a_prefix_from_the_store_changes_no_bit(
 @pytest.mark.parametrize("store", [True, False])
 def test_preemption_changes_no_bit(folder: Path, alone: Any, preemption: str, store: bool) -> None:
     with running(folder) as core:
-        memory_bytes = tight_pages(core, 2)
+        memory_bytes = tight_bytes(core)
     options = {"prefix": STORE} if store else {}
     with running(folder, memory_bytes=memory_bytes, preemption=preemption, **options) as core:
         for asks in (greedy, sampled):
