@@ -102,19 +102,19 @@ class RunningBatch:
             sequence, int(self._prompt[sequence]), int(self._output[sequence]), now=now
         )
 
-    def schedule(self, make_room: Callable[[int], bool], *, now: float) -> int:
+    def schedule(self, make_room: Callable[[int, bool], bool], *, now: float) -> int:
         """Fix who computes and reserve the pages; the tokens of the step.
 
         Args:
-            make_room: Told the pages that a sequence lacks; whether they will be there in the
-                next steps without preempting anybody.
+            make_room: Told the pages that a sequence lacks, and whether it is the only one that
+                runs; whether they will be there in the next steps without preempting anybody.
             now: Simulated seconds.
         """
         self.admitted.clear()
         orders = self._policy.schedule(self._ledger.free_pages, now=now)
         self._carry_out(orders)
         while orders.pages_needed:
-            is_coming = make_room(orders.pages_needed)
+            is_coming = make_room(orders.pages_needed, orders.is_alone)
             orders = self._policy.room(is_coming, self._ledger.free_pages, now=now)
             self._carry_out(orders)
         self._totals.held_back += len(orders.held_back)

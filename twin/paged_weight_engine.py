@@ -11,6 +11,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable
+from functools import partial
 
 import numpy as np
 import simpy
@@ -168,10 +169,16 @@ class PagedWeightEngine:
         elif arrival < math.inf:
             self._at(max(arrival, self._now))
 
-    def _make_room(self, pages_needed: int) -> bool:
-        return self.weights.allocation_failed(
-            self._step, pages_needed, self.batch.forecast_pages, now=self._now
+    def _make_room(self, pages_needed: int, is_alone: bool) -> bool:
+        """Drops; for a sequence that would end otherwise those of hot experts as well."""
+        ask = partial(
+            self.weights.allocation_failed,
+            self._step,
+            pages_needed,
+            self.batch.forecast_pages,
+            now=self._now,
         )
+        return ask() or (is_alone and ask(keeps_hot=False))
 
     # --- requests ---
 

@@ -7,6 +7,7 @@ they meet a simulated link and the traffic's routing statistics.
 from __future__ import annotations
 
 from collections.abc import Callable
+from dataclasses import replace
 
 import numpy as np
 from numpy.typing import NDArray
@@ -152,10 +153,18 @@ class MovingWeights:
             self._found_nothing = decision.orders.plan_id == 0 and (calm or not is_above)
 
     def allocation_failed(
-        self, step: int, pages_needed: int, forecast: Callable[[], int], *, now: float
+        self,
+        step: int,
+        pages_needed: int,
+        forecast: Callable[[], int],
+        *,
+        now: float,
+        keeps_hot: bool = True,
     ) -> bool:
         """See ``Weights``."""
         state = self._state(step, forecast())
+        if not keeps_hot:
+            state = replace(state, hot_floor_bits=np.zeros_like(state.hot_floor_bits))
         decision = self._policy.on_allocation_failed(state, pages_needed, now=now)
         self._zone = None
         self._order(decision, step, now)

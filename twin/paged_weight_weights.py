@@ -30,9 +30,18 @@ class Weights(Protocol):
         """Between two steps: commit, free, plan."""
 
     def allocation_failed(
-        self, step: int, pages_needed: int, forecast: Callable[[], int], *, now: float
+        self,
+        step: int,
+        pages_needed: int,
+        forecast: Callable[[], int],
+        *,
+        now: float,
+        keeps_hot: bool = True,
     ) -> bool:
-        """Whether the pages will be there in the next steps without preempting anybody."""
+        """Whether the pages will be there in the next steps without preempting anybody.
+
+        Without ``keeps_hot`` hot experts fall like all others: the last resort.
+        """
 
     def step_built(self, step: int, tokens: int) -> None:
         """A step reads the widths committed now, for so many tokens."""
@@ -99,7 +108,13 @@ class FixedWeights:
         self._reads.advance(now)
 
     def allocation_failed(
-        self, step: int, pages_needed: int, forecast: Callable[[], int], *, now: float
+        self,
+        step: int,
+        pages_needed: int,
+        forecast: Callable[[], int],
+        *,
+        now: float,
+        keeps_hot: bool = True,
     ) -> bool:
         """Nothing will come."""
         return False

@@ -1,8 +1,9 @@
 """Continuous batching, first come, first served, in pages that may run out.
 
 In order of admission: one token for who decodes, prompts in chunks as far as the step's prefill
-reaches, then the waiting ones. Short of pages, the driver is told to ask for room; if none can
-come, the youngest gives its pages up and waits again at the front, so the oldest always gets on.
+reaches, then the waiting ones, each when there are pages for all of it. Short of pages, the driver
+is told to ask for room; if none can come, the youngest gives its pages up and waits again at the
+front, so the oldest always gets on.
 
     add -> waiting -> [loading ->] running -> ended
               ^---- preempted ----'
@@ -213,6 +214,13 @@ class FirstComeBatching:
             free -= int(change.sum())
             at = len(self.ids)
             while budget > 0 and self._queue and at < self.settings.max_running:
+                if at and (needed := self._pages_of_next()) > free:
+                    answer = yield part.orders(pages_needed=needed)
+                    part, free = _Part(), answer.free_pages
+                    if needed > free:
+                        if answer.is_coming:
+                            held_back.append(self._queue[0])
+                        break
                 self._admit(budget)
                 change_of_one = int(self._page_changes(slice(at, None))[0])
                 if change_of_one > free:
@@ -227,7 +235,7 @@ class FirstComeBatching:
                 self._let_in(at, change_of_one, part)
                 at += 1
                 continue
-            answer = yield part.orders(pages_needed=change_of_one)
+            answer = yield part.orders(pages_needed=change_of_one, is_alone=len(self.ids) == 1)
             part, free = _Part(), answer.free_pages
             if change_of_one <= free:  # others have given pages back meanwhile
                 continue
@@ -289,6 +297,20 @@ class FirstComeBatching:
             loading = self.loading[rows]
             changes = np.where(starts, self.paging.held(loading, np.zeros_like(loading)), changes)
         return changes
+
+    def _pages_of_next(self) -> int:
+        """Pages to have before the next one of the queue is admitted.
+
+        All that it has tokens for, and what prompts under way have yet to take: a prompt that runs
+        out of pages half way would be computed again, and might be for ever.
+        """
+        entry = self._waiting[self._queue[0]]
+        known = np.append(self.known, entry.known)
+        chunk = np.minimum(known, self.settings.prefill_tokens)
+        whole = self.paging.held(known, known - chunk)
+        is_prompt = np.append(self.computed + self.counts < self.known, True)
+        pages = np.append(self.pages, 0)
+        return int(np.maximum(whole - pages, 0)[is_prompt].sum())
 
     def _admit(self, budget: int) -> None:
         """The next one of the queue stands behind the running ones, without pages."""
@@ -363,6 +385,7 @@ class _Part:
         self,
         *,
         pages_needed: int = 0,
+        is_alone: bool = False,
         sequences: Ints = _NONE,
         counts: Ints = _NONE,
         speaks: NDArray[np.bool_] = _NOBODY,
@@ -376,6 +399,7 @@ class _Part:
             growing=np.concatenate([_NONE, *self._growing]),
             growth=np.concatenate([_NONE, *self._growth]),
             pages_needed=pages_needed,
+            is_alone=is_alone,
             sequences=sequences,
             counts=counts,
             speaks=speaks,

@@ -40,6 +40,7 @@ class BatchOrders:
         growth: [g] tokens that the pages are for, beyond those held: to compute or to load.
         pages_needed: Above 0: the next one lacks so many pages. Carry out the above, ask for room
             and tell ``room`` the answer. 0: the orders are complete, and the rest counts.
+        is_alone: Who lacks them is the only one that runs: it ends if they do not come.
         sequences: [n] those that compute, in order of admission.
         counts: [n] tokens of each, >= 1.
         speaks: [n] bool, whether its last token is computed, so that it gets a new one.
@@ -52,6 +53,7 @@ class BatchOrders:
     growing: Ints = field(default_factory=_none)
     growth: Ints = field(default_factory=_none)
     pages_needed: int = 0
+    is_alone: bool = False
     sequences: Ints = field(default_factory=_none)
     counts: Ints = field(default_factory=_none)
     speaks: NDArray[np.bool_] = field(default_factory=lambda: np.zeros(0, dtype=np.bool_))

@@ -203,23 +203,23 @@ class EngineCore:
         orders = parts.batching.schedule(parts.arena.ledger.free_pages, now=parts.clock())
         self._carry_out(orders)
         while orders.pages_needed:
-            coming = self._make_room(step, orders.pages_needed)
+            coming = self._make_room(step, orders)
             free = parts.arena.ledger.free_pages
             orders = parts.batching.room(coming, free, now=parts.clock())
             self._carry_out(orders)
         self.counts.held_back += len(orders.held_back)
         return orders
 
-    def _make_room(self, step: int, pages_needed: int) -> bool:
+    def _make_room(self, step: int, orders: BatchOrders) -> bool:
         """Whether the next steps bring the pages without preempting anybody."""
-        parts = self.parts
+        parts, pages_needed = self.parts, orders.pages_needed
         if self._prefixes.finish_saves() and pages_needed <= parts.arena.ledger.free_pages:
             return True
         if parts.control is None or self._stalled > MAX_STALLED_STEPS:
             return False
         forecast = parts.forecast_pages()
         decision = parts.control.allocation_failed(step, pages_needed, forecast, now=parts.clock())
-        if decision.pages_short and len(parts.accounts.ids) == 1:  # it was promised these pages
+        if decision.pages_short and orders.is_alone:  # it was promised these pages
             decision = parts.control.allocation_failed(
                 step, pages_needed, forecast, now=parts.clock(), keeps_hot=False
             )

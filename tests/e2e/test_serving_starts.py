@@ -27,7 +27,7 @@ def test_a_port_in_use_is_one_line_and_an_exit_code(checkpoint):
     assert ended.returncode == 2
     lines = ended.stderr.splitlines()
     assert str(port) in lines[-1] and "in use" in lines[-1]
-    assert [line for line in lines if not line.startswith("loading ")] == lines[-1:]
+    assert [line for line in lines if not line.startswith("listening on ")] == lines[-1:]
 
 
 def broken(folder: Path, checkpoint: Path, name: str, content: str | None) -> Path:
@@ -56,7 +56,7 @@ def test_a_checkpoint_that_cannot_be_served_is_exit_code_2_and_one_line(
 ):
     folder = broken(tmp_path / "broken", checkpoint, name, content)
     ended = run("serve", str(folder), "--port", "0")
-    lines = [line for line in ended.stderr.splitlines() if not line.startswith("loading ")]
+    lines = [line for line in ended.stderr.splitlines() if not line.startswith("listening on ")]
     assert ended.returncode == 2 and len(lines) == 1, ended.stderr
     assert lines[0].startswith("error: ") and told in lines[0]
 
@@ -82,6 +82,6 @@ def test_a_checkpoint_that_cannot_be_served_is_exit_code_2_and_one_line(
 )
 def test_an_option_that_cannot_be_is_told_in_one_line(checkpoint, options, told):
     ended = run("serve", "--port", "0", *(each.format(checkpoint) for each in options))
-    lines = [line for line in ended.stderr.splitlines() if not line.startswith("loading ")]
+    lines = [line for line in ended.stderr.splitlines() if not line.startswith("listening on ")]
     assert ended.returncode == 2 and len(lines) == 1, ended.stderr
     assert lines[0].startswith("error: ") and told in lines[0]

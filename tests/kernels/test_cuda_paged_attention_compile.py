@@ -1,7 +1,7 @@
 """Attention over pages compiles for every architecture, and nothing spills.
 
-All 51 builds take ten minutes; without ``SERVING_TWIN_ALL_BUILDS`` those of the usual type and head size
-run, and one of every other.
+All 51 builds take ten minutes; without ``SERVING_TWIN_ALL_BUILDS`` those of the usual type and head
+size run, and one of every other.
 """
 
 import os

@@ -91,8 +91,12 @@ class SimulatedPass:
     def boundary(self, step: int, forecast_pages: int, *, now: float) -> None:
         self._weights.boundary(step, lambda: forecast_pages, now=now)
 
-    def allocation_failed(self, step: int, needed: int, forecast: int, *, now: float) -> Any:
-        waits = self._weights.allocation_failed(step, needed, lambda: forecast, now=now)
+    def allocation_failed(
+        self, step: int, needed: int, forecast: int, *, now: float, keeps_hot: bool = True
+    ) -> Any:
+        waits = self._weights.allocation_failed(
+            step, needed, lambda: forecast, now=now, keeps_hot=keeps_hot
+        )
         return SimpleNamespace(pages_short=0 if waits else 1)
 
     def step_built(self, step: int) -> None:
