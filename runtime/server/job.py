@@ -48,8 +48,8 @@ class Job:
         echo: The prompt's text comes first.
         is_scored_only: Nothing is generated; the engine's one token is dropped.
         shows_logprobs: Answers carry logprobs.
-        shown_prompt_logprobs: The prompts' own are in the answer (vLLM's field), with so many of the
-            likeliest; None: they are not.
+        shown_prompt_logprobs: So many of the likeliest tokens beside the prompts' own (vLLM's field);
+            None: the field is not there.
         returns_token_ids: Answers carry ids beside the text.
     """
 
