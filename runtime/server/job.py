@@ -48,8 +48,8 @@ class Job:
         echo: The prompt's text comes first.
         is_scored_only: Nothing is generated; the engine's one token is dropped.
         shows_logprobs: Answers carry logprobs.
-        shown_prompt_logprobs: So many of the likeliest tokens beside the prompts' own (vLLM's field);
-            None: the field is not there.
+        shown_prompt_logprobs: Likeliest tokens shown beside the prompts' own (vLLM's field); None:
+            the field is not there.
         returns_token_ids: Answers carry ids beside the text.
     """
 
