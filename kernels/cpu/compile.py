@@ -1,15 +1,17 @@
 """The C++ source made into a shared library, once per source, compiler, flags and processor.
 
 The library lies in ``$XDG_CACHE_HOME/serving-twin`` (default ``~/.cache/serving-twin``) under a
-name that is a hash of all it depends on, and gets there by a rename: processes that compile at the
-same time never see half a file. It ends with a checksum of itself, because loading a file that a
-full disk or an interrupted copy cut short would end the process. Instruction sets beyond the
-machine's baseline are switched on per function, so a home directory shared with an older processor
-does no harm; the processor's features are part of the name all the same.
+name that is a hash of all it depends on, and gets there by a rename, so nobody ever sees half a
+file; of processes that start at the same time one compiles and the others wait. It ends with a
+checksum of itself, because loading a file that a full disk or an interrupted copy cut short would
+end the process. Instruction sets beyond the machine's baseline are switched on per function, so a
+home directory shared with an older processor does no harm; the processor's features are part of the
+name all the same.
 """
 
 from __future__ import annotations
 
+import fcntl
 import hashlib
 import os
 import platform
@@ -17,6 +19,8 @@ import shutil
 import subprocess
 import sys
 import tempfile
+from collections.abc import Iterator
+from contextlib import contextmanager
 from pathlib import Path
 
 SOURCE = Path(__file__).parent / "source"
@@ -32,7 +36,8 @@ FLAGS = (
     "-ffp-contract=off",  # no product fused here and not there: sums must not depend on the tile
 )
 COMPILERS = ("g++", "clang++", "c++")
-COMPILE_TIMEOUT_S = 300
+COMPILE_TIMEOUT_S = 900
+LOCK_NAME = "cpu-kernels.lock"
 CHECKSUM_BYTES = hashlib.sha256().digest_size
 
 
@@ -84,10 +89,22 @@ def compiled_library() -> Path:
         if path.exists() and _is_whole(path):
             return path
         directory.mkdir(parents=True, exist_ok=True)
-        _compile(compiler, path)
+        with _compiling(directory):
+            if not (path.exists() and _is_whole(path)):  # made by who had the turn before
+                _compile(compiler, path)
     except OSError as error:
         raise CompileError(f"{directory}: {error.strerror or error}") from error
     return path
+
+
+@contextmanager
+def _compiling(directory: Path) -> Iterator[None]:
+    """One process at a time compiles; what a killed one left behind is cleared away."""
+    with (directory / LOCK_NAME).open("a") as lock:
+        fcntl.flock(lock, fcntl.LOCK_EX)
+        for left in directory.glob("cpu-kernels-*.part"):
+            left.unlink(missing_ok=True)
+        yield
 
 
 def _key(compiler: str) -> str:
