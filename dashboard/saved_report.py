@@ -7,13 +7,16 @@ from __future__ import annotations
 
 import streamlit as st
 
+from dashboard.layout import show_warnings
 from traces.record import RunRecord
 
 
 def show_saved_report(record: RunRecord) -> None:
-    """Report and pictures of a run directory."""
+    """Report and pictures of a run directory; warnings, where no report has them."""
     report = record.files.get("report.txt")
-    if report is not None:
+    if report is None:
+        show_warnings(record.summary)
+    else:
         st.code(report.decode("utf-8", "replace").strip("\n"), language=None)
     for name, content in sorted(record.files.items()):
         if name.endswith(".png"):

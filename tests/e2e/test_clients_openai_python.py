@@ -329,7 +329,20 @@ def test_sixteen_at_a_time_say_what_they_say_alone(client, served):
         assert together[number] == alone.choices[0].text
 
 
+def wait_for_report(client: openai.OpenAI, served: Served) -> None:
+    """Until the engine has reported behind all that was asked before: it does so now and then."""
+    complete(client, max_tokens=1)
+    steps = served.metric("serving_twin_engine_steps_total")
+    assert served.wait_for(
+        lambda: (
+            complete(client, max_tokens=1).choices
+            and served.metric("serving_twin_engine_steps_total") != steps
+        )
+    )
+
+
 def test_a_client_that_leaves_a_stream_frees_its_slot_and_pages(client, served):
+    wait_for_report(client, served)
     before = served.metric("serving_twin_engine_aborted_total")
     with complete(client, max_tokens=900, stream=True, extra_body={"ignore_eos": True}) as stream:
         assert next(iter(stream)).choices

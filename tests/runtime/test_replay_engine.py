@@ -47,15 +47,20 @@ def model() -> Iterator[Path]:
 def replayed(
     model: Path, requests: ReplayRequests, concurrency: int | None = None, **changes: Any
 ) -> tuple[ReplayRun, bytes]:
-    """The run, and its decision log."""
+    """The run, and its decision log; saves have ended when a request has."""
     parts = build_engine(engine_of(model, **changes))
+
+    def finish_saves(done: float, total: float) -> None:
+        if parts.prefix is not None:  # else the next one may ask too early, and find nothing
+            assert parts.prefix.drain(20.0)
+
     try:
         prompts = ReplayPrompts(
             requests, seed=1, vocabulary=parts.info.vocabulary, never=parts.info.eos_token_ids
         )
         arrivals = ReplayArrivals(requests, concurrency=concurrency)
         driver = EngineReplay(parts, requests, prompts, arrivals, settle_s=20.0)
-        return driver.run(), parts.log.to_bytes()
+        return driver.run(show=finish_saves), parts.log.to_bytes()
     finally:
         parts.close()
 

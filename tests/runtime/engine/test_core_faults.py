@@ -70,9 +70,9 @@ class Spoiled:
         self._embedding = decoder._embedding
         decoder._embedding = self
 
-    def __call__(self, tokens: Any) -> torch.Tensor:
+    def __call__(self, tokens: torch.Tensor) -> torch.Tensor:
         rows: torch.Tensor = self._embedding(tokens).clone()
-        rows[torch.from_numpy(tokens == BAD_TOKEN)] = float("nan")
+        rows[tokens == BAD_TOKEN] = float("nan")
         return rows
 
 
@@ -188,9 +188,9 @@ def test_a_step_that_fails_in_mid_model_leaves_routing_statistics_whole(
         assert control is not None
         expected = one(core, ask(prompt(20))).said
         experts = next(
-            cell.cell_contents.experts
+            cell.cell_contents
             for cell in core.parts.forward.__closure__ or ()
-            if type(cell.cell_contents).__name__ == "_Weights"
+            if hasattr(cell.cell_contents, "observe")
         )
         observe, calls = experts.observe, []
 

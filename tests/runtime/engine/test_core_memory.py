@@ -255,8 +255,12 @@ def test_two_thousand_requests_leave_nothing_behind(folder: Path) -> None:
             for i in range(0, count, 50):
                 gone = ask(prompt(30, i), 50)
                 core.add(gone)
-                drive(core, new[i : i + 50])
-                core.abort([gone.sequence_id])
+
+                def leave(step: int, name: str = gone.sequence_id) -> None:
+                    if step == 2:
+                        core.abort([name])
+
+                drive(core, new[i : i + 50], at_step=leave)
                 core.stats()
             settle(core)
             gc.collect()
@@ -275,4 +279,5 @@ def test_two_thousand_requests_leave_nothing_behind(folder: Path) -> None:
         assert sizes(core) == before
         assert grown_bytes < 200_000  # 130 bytes a request: a single list entry each is more
         assert core.parts.arena.use().kv_pages == 0
-        assert core.stats().finished_total == 2_000
+        stats = core.stats()
+        assert (stats.finished_total, stats.aborted_total) == (2_000, 40)

@@ -133,6 +133,7 @@ def test_a_process_answers_aborts_takes_orders_and_ends_when_told(
         written = replay_log(log)
         assert written.difference is None
         assert written.num_calls > 40
+        assert await cached() == 32  # steps that compute nothing are not in the log
         assert engine.silent_s < PATIENCE_S
         process_id = engine.process_id
         await engine.close()
