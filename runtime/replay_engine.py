@@ -96,6 +96,7 @@ class EngineReplay:
                 self._sample(self._clock())
                 self._sleep(now)
         end_s = self._clock()
+        self._sample(end_s, is_last=True)
         self._settle(is_stopped)
         self.totals.last_bits = self._look()[0]
         return ReplayRun(
@@ -229,8 +230,8 @@ class EngineReplay:
         prompts, generated = self._requests.prompt_tokens, self.fates.generated_tokens
         return int((prompts[whole] + generated[whole] - 1).sum())
 
-    def _sample(self, now: float) -> None:
-        if not self.series.is_due(now):
+    def _sample(self, now: float, *, is_last: bool = False) -> None:
+        if not is_last and not self.series.is_due(now):
             return
         parts, counts = self._parts, self.core.counts
         accounts, use = parts.accounts, parts.arena.use()
