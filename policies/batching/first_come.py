@@ -301,16 +301,18 @@ class FirstComeBatching:
     def _pages_of_next(self) -> int:
         """Pages to have before the next one of the queue is admitted.
 
-        All that it has tokens for, and what prompts under way have yet to take: a prompt that runs
-        out of pages half way would be computed again, and might be for ever.
+        Of it and of all that run: those for the tokens there are, and for one block more. A prompt
+        that runs out of pages half way, or makes others run out at once, would be computed again,
+        and might be for ever.
         """
         entry = self._waiting[self._queue[0]]
-        known = np.append(self.known, entry.known)
-        chunk = np.minimum(known, self.settings.prefill_tokens)
-        whole = self.paging.held(known, known - chunk)
-        is_prompt = np.append(self.computed + self.counts < self.known, True)
-        pages = np.append(self.pages, 0)
-        return int(np.maximum(whole - pages, 0)[is_prompt].sum())
+        goal = np.append(self.goal, entry.goal)
+        ahead = np.append(self.known, entry.known) + self.paging.block_tokens
+        tokens = np.minimum(ahead, goal)
+        held = np.append(self.computed, 0)
+        chunk = np.minimum(tokens, self.settings.prefill_tokens)
+        pages = self.paging.held(tokens, np.maximum(tokens - chunk, held))
+        return int(np.maximum(pages - np.append(self.pages, 0), 0).sum())
 
     def _admit(self, budget: int) -> None:
         """The next one of the queue stands behind the running ones, without pages."""

@@ -203,8 +203,8 @@ def test_the_youngest_gives_way_and_comes_back_first():
     policy = FirstComeBatching(KvPaging(block_tokens=1, whole_pages=1))
     for sequence in range(3):
         policy.add(sequence, 3, 10, now=0.0)
-    assert orders_of(policy, 7).pages_needed == 3  # the third prompt lacks pages
-    orders = policy.room(False, 1, now=0.0)
+    assert orders_of(policy, 9).pages_needed == 6  # all of the third, one block more for each
+    orders = policy.room(False, 3, now=0.0)
     assert orders.sequences.tolist() == [0, 1]
     assert orders.preempted == ()  # it had nothing yet
     policy.step_done([], now=0.0)
@@ -222,11 +222,32 @@ def test_a_sequence_that_lacks_pages_even_alone_is_refused():
     assert policy.is_empty
 
 
+def test_a_prompt_waits_until_there_are_pages_for_all_of_it():
+    policy = FirstComeBatching(
+        KvPaging(block_tokens=1, whole_pages=1), BatchingSettings(prefill_tokens=4)
+    )
+    policy.add(0, 4, 1, now=0.0)
+    policy.add(1, 12, 1, now=0.0)
+    computed = free = 16
+    for _ in range(40):
+        orders = policy.schedule(free, now=0.0)
+        if orders.pages_needed:
+            free -= int(orders.growth.sum())
+            orders = policy.room(False, free, now=0.0)
+        free -= int(orders.growth.sum())
+        computed += int(orders.counts.sum())
+        before = dict(zip(policy.ids.tolist(), policy.pages.tolist(), strict=True))
+        policy.step_done([], now=0.0)
+        free += sum(pages for i, pages in before.items() if i not in policy.ids)
+    assert policy.is_empty
+    assert computed - 16 == 16, "tokens were computed twice"
+
+
 def test_pages_that_are_coming_hold_a_sequence_back_without_preempting():
     policy = FirstComeBatching(KvPaging(block_tokens=1, whole_pages=1))
     policy.add(0, 4, 4, now=0.0)
     policy.add(1, 4, 4, now=0.0)
-    orders_of(policy, 8)
+    assert orders_of(policy, 20).pages_needed == 0
     policy.step_done([], now=0.0)
     orders = orders_of(policy, 1)
     assert (orders.growing.tolist(), orders.pages_needed) == ([0], 1)

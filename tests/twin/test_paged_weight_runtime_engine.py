@@ -244,6 +244,8 @@ def model_of(tmp_path: Path, pages: int, window: int | None) -> PagedWeightModel
 def test_the_twin_serves_every_request_when_the_runtimes_engine_does(
     tmp_path: Path, policy: str | int, pages: int, window: int | None, seed: int
 ) -> None:
+    is_tight = pages == 110 and window is None and policy != 3
+    pages = 84 if is_tight else pages  # 3 bits for all would not leave room for the longest request
     model = model_of(tmp_path, pages, window)
     rng = np.random.default_rng(seed)
     requests = OpenLoopRequests(
@@ -272,7 +274,7 @@ def test_the_twin_serves_every_request_when_the_runtimes_engine_does(
     assert model.arena_pages == pages
     assert weights.ledger.held_pages("kv") == 0
     runtime.core.parts.cache.check()
-    if pages == 110 and window is None:
+    if is_tight:
         assert twin.totals.preemptions > 0
 
 
