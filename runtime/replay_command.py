@@ -240,6 +240,10 @@ def replay(
         _print(record.summary, target)
     if was_stopped:
         raise typer.Exit(INTERRUPTED)
+    row = record.summary["policies"][0]
+    if row["refused"] and not row["served"]:
+        _say(f"error: not one of {row['arrived']:,} requests was served; see {target}")
+        raise typer.Exit(1)
 
 
 def _run(options: ReplayOptions) -> tuple[RunRecord, bool]:

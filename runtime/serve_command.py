@@ -12,12 +12,14 @@ import typer
 if TYPE_CHECKING:
     from runtime.engine.settings import EngineSettings
     from runtime.server.http_server import Opened
+    from runtime.text.tokenizer import TextTokenizer
 
 MEMORY = "Memory and speed"
 POLICY = "Policies"
 INSTANCES = "Several engines"
 FRONT = "Front end"
 DEFAULT_PORT = 8000
+SHOWN_TOKENS = 5
 LOG_LEVELS = ("debug", "info", "warning", "error")
 
 
@@ -339,6 +341,8 @@ def serve(
                 needs_key=bool(api_key),
             )
         )
+        if text is not None and (warning := _unknown_tokens(text, found["info"]["vocabulary"])):
+            _say(warning)
 
     try:
         run_server(
@@ -356,6 +360,19 @@ def serve(
 def _say(text: str) -> None:
     sys.stderr.write(text + "\n")
     sys.stderr.flush()
+
+
+def _unknown_tokens(text: TextTokenizer, vocabulary: int) -> str:
+    """A warning of tokens that the tokenizer has and the model lacks; empty: there are none."""
+    tokens = text.tokens_from(vocabulary)
+    if not tokens:
+        return ""
+    shown = ", ".join(f"{name!r:.60} ({token})" for token, name in [*tokens.items()][:SHOWN_TOKENS])
+    more = f" and {len(tokens) - SHOWN_TOKENS:,} more" if len(tokens) > SHOWN_TOKENS else ""
+    return (
+        f"warning: {text.folder}: the tokenizer has tokens outside the model's vocabulary "
+        f"0..{vocabulary - 1}: {shown}{more}; texts with them are refused"
+    )
 
 
 def _greeting(

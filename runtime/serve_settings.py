@@ -13,6 +13,7 @@ import msgspec
 
 from policies.catalog import PRECISION
 from runtime.engine.settings import EngineSettings, EngineSettingsError, PrefixSettings
+from runtime.quantized_manifest import MANIFEST
 from runtime.store.errors import StoreSetupError
 from runtime.store.sizes import size_bytes
 
@@ -84,8 +85,8 @@ def engine_settings(
     settings.update(
         dtype=_one_of("--dtype", options.dtype, ("auto", "float32", "bfloat16")),
         device=options.device,
-        threads=options.threads or len(os.sched_getaffinity(0)),
-        preemption=_one_of("--preemption", options.preemption, ("recompute", "swap")),
+        threads=_threads(options.threads, say),
+        preemption=_preemption(options.preemption, options.prefix_store),
         prefix=PrefixSettings(
             place=options.prefix_store,
             memory_bytes=_size("--prefix-memory", options.prefix_memory),
@@ -97,7 +98,7 @@ def engine_settings(
     if options.memory is not None:
         settings["memory_bytes"] = _size("--memory", options.memory)
     if options.precision is not None:
-        settings["precision"] = precision_of(options.precision)
+        settings["precision"] = _precision(options.precision, folder)
     limits = {
         "context_tokens": options.context,
         "max_running": options.max_running,
@@ -120,6 +121,32 @@ def precision_of(text: str) -> str | int:
     raise EngineSettingsError(
         f"--precision: must be {', '.join(PRECISION)} or a width of 1..{MAX_WIDTH}, found {text!r}"
     )
+
+
+def _precision(text: str, folder: Path) -> str | int:
+    found = precision_of(text)
+    if not (folder / MANIFEST).is_file():
+        raise EngineSettingsError(
+            f"--precision: {folder} holds plain experts or none, whose widths are fixed; "
+            "runtime quantize makes a checkpoint whose widths move"
+        )
+    return found
+
+
+def _preemption(text: str, prefix_store: str) -> str:
+    found = _one_of("--preemption", text, ("recompute", "swap"))
+    if found == "swap" and prefix_store == "none":
+        raise EngineSettingsError(
+            "--preemption: swap saves blocks in the prefix store, and --prefix-store is none"
+        )
+    return found
+
+
+def _threads(asked: int, say: Callable[[str], None]) -> int:
+    cores = len(os.sched_getaffinity(0))
+    if asked > cores:
+        say(f"warning: --threads: {asked} threads share {cores} cores, which slows every step")
+    return asked or cores
 
 
 def _one_of(option: str, text: str, allowed: tuple[str, ...]) -> str:

@@ -70,7 +70,7 @@ def replay_log(path: str | Path) -> Replay:
         except (LookupError, TypeError, ValueError, ArithmeticError, AttributeError) as error:
             raise TraceError(
                 f"{file}: call {decision.n}: arguments of {decision.call} are damaged: "
-                f"{' '.join(str(error).split()) or type(error).__name__}"
+                f"{_in_words(error)}"
             ) from error
         if _comparable(orders, decision) != decision.orders:
             return Replay(
@@ -93,14 +93,29 @@ def _fresh(file: Path, recipes: Mapping[str, Any], name: str) -> Any:
         try:
             return REPLAYED[kind](recipe)
         except (LookupError, TypeError, ValueError, AttributeError, OverflowError) as error:
-            raise TraceError(f"{file}:1: policies: recipe of {name!r}: {error}") from error
+            raise TraceError(
+                f"{file}:1: policies: recipe of {name!r}: {_in_words(error)}"
+            ) from error
     if kind == "routing":
         try:
             rng = stream(recipe["seed"], recipe["stream"], recipe["replication"])
             return routing_policy(recipe["name"], rng)
         except (LookupError, TypeError, ValueError, AttributeError) as error:
-            raise TraceError(f"{file}:1: policies: recipe of {name!r}: {error}") from error
+            raise TraceError(
+                f"{file}:1: policies: recipe of {name!r}: {_in_words(error)}"
+            ) from error
     raise TraceError(f"{file}:1: policies: unknown recipe {dict(recipe)!r:.200}")
+
+
+def _in_words(error: Exception) -> str:
+    """What a damaged log did to a policy; Python's own words say it to nobody else."""
+    said = " ".join(str(error).split()) or type(error).__name__
+    if isinstance(error, KeyError):
+        key = error.args[0] if error.args else said
+        return f"{key!r} is missing" if isinstance(key, str) else f"{key!r} is unknown"
+    if isinstance(error, TypeError | AttributeError):
+        return f"a value is of the wrong type: {said}"
+    return said
 
 
 def _repeat(policy: Any, decision: Decision) -> Any:

@@ -6,7 +6,7 @@ Both engines log through ``LoggedBatching``; a replay builds the policy afresh f
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from dataclasses import asdict
+from dataclasses import asdict, fields
 from typing import Any, Final
 
 from models.kv_paging import KvPaging
@@ -140,6 +140,18 @@ def batching_of_recipe(recipe: Mapping[str, Any]) -> FirstComeBatching:
     """
     if recipe["name"] != "first_come":
         raise ValueError(f"name: no batching policy {recipe['name']!r}")
-    paging = dict(recipe["paging"])
+    paging, settings = dict(recipe["paging"]), dict(recipe["settings"])
+    for table, told, kind in (
+        ("paging", paging, KvPaging),
+        ("settings", settings, BatchingSettings),
+    ):
+        known = {field.name for field in fields(kind)}
+        if odd := sorted(set(told) ^ known):
+            raise ValueError(f"{table}: {', '.join(odd)}: missing or unknown")
+        for name in sorted(known - {"windows"}):
+            if type(told[name]) is not int:
+                raise ValueError(
+                    f"{table}: {name}: must be a whole number, found {told[name]!r:.40}"
+                )
     paging["windows"] = tuple((int(window), int(pages)) for window, pages in paging["windows"])
-    return FirstComeBatching(KvPaging(**paging), BatchingSettings(**recipe["settings"]))
+    return FirstComeBatching(KvPaging(**paging), BatchingSettings(**settings))

@@ -40,6 +40,7 @@ from runtime.model.kv_cache import KvCache
 from runtime.model.kv_layout import KvLayout, default_page_bytes
 from runtime.model.load import LoadedModel, load_model
 from runtime.model.quantized_experts import QuantizedExperts
+from runtime.model.spec_config import read_model_spec
 from runtime.model.step import StepBatch
 from runtime.page_arena import PageArena
 from traces.decisions import CompactDecisionLog, DecisionLog
@@ -62,6 +63,7 @@ def build_engine(settings: EngineSettings, movement: Movement | None = None) -> 
     accelerator = open_accelerator(settings.device)
     torch.set_num_threads(settings.threads)
     device = "cpu" if accelerator is None else accelerator.device
+    _check_context(settings)
     model = load_model(
         settings.model, dtype=settings.dtype, device=device, threads=settings.threads
     )
@@ -90,6 +92,18 @@ def build_engine(settings: EngineSettings, movement: Movement | None = None) -> 
     return parts
 
 
+def _check_context(settings: EngineSettings) -> None:
+    """Before the weights are read, which takes long."""
+    if settings.context_tokens is None:
+        return
+    longest = read_model_spec(settings.model).context_tokens
+    if settings.context_tokens > longest:
+        raise EngineSettingsError(
+            f"context_tokens (--context): must be <= {longest:,}, the longest sequence of "
+            f"{settings.model}, found {settings.context_tokens:,}"
+        )
+
+
 def _parts(
     settings: EngineSettings,
     model: LoadedModel,
@@ -110,7 +124,7 @@ def _parts(
     if accelerator is not None:
         accelerator.spare_block(cache)
     capacity = _tokens_in(layout.paging, arena.num_pages - weights.least_pages - cache.held_pages)
-    context = min(settings.context_tokens or model.spec.context_tokens, model.spec.context_tokens)
+    context = settings.context_tokens or model.spec.context_tokens
     if capacity < 2:
         raise EngineSettingsError(
             f"memory_bytes: {arena.num_pages} pages of {arena.page_bytes:,} bytes hold keys and "

@@ -44,6 +44,14 @@ class Tokenizing:
             tokens = self.tokenizer.encode(text, add_special_tokens=add_special_tokens)
         except TokenizerError as error:
             raise invalid(f"{param}: {error}.", param) from None
+        if (largest := max(tokens, default=0)) >= self.vocabulary:
+            text = self.tokenizer.token_text(largest)
+            raise invalid(
+                f"{param}: the tokenizer's token {text!r:.60} (id {largest}) is not in the "
+                f"model's vocabulary 0..{self.vocabulary - 1}.",
+                param,
+                "unknown_token",
+            )
         return self.check_tokens(tokens, param)
 
     def check_tokens(self, tokens: Sequence[int], param: str) -> tuple[int, ...]:

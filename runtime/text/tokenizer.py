@@ -144,6 +144,11 @@ class TextTokenizer:
         """Whether the tokenizer has it; a model's padded vocabulary has more."""
         return self._tokenizer.id_to_token(token) is not None
 
+    def tokens_from(self, first: int) -> dict[int, str]:
+        """Ids from ``first`` on -> the token as the vocabulary writes it, by id."""
+        every = self._tokenizer.get_vocab(True)
+        return dict(sorted((token, text) for text, token in every.items() if token >= first))
+
     @property
     def special_ids(self) -> frozenset[int]:
         """Ids that ``decode`` skips by default."""

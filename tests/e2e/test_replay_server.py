@@ -88,6 +88,20 @@ def test_a_server_that_refuses_is_one_line(
     assert done.stderr.strip().splitlines()[-1].startswith("error: ")
 
 
+def test_a_replay_without_one_answer_fails_after_its_directory_is_written(
+    served: Served, tmp_path: Path
+) -> None:
+    out = tmp_path / "run"
+    done = replay(
+        *("azure-2023-conversation", "--url", served.url, "--api-key", served.key),
+        *(*DRIVE, "--vocabulary", 1_000_000, "--out", out),  # ids that the server lacks
+    )
+    assert done.returncode == 1
+    last = done.stderr.strip().splitlines()[-1]
+    assert last == f"error: not one of 30 requests was served; see {out}"
+    assert read_run(out).summary["policies"][0]["refused"] == 30
+
+
 def served_context(served: Served) -> int:
     """Most tokens of prompt and answer."""
     config = json.loads((served.folder / "config.json").read_bytes())

@@ -147,3 +147,34 @@ def test_a_cut_or_corrupt_file_is_refused(log_path):
         log_path.write_bytes(damaged)
         with pytest.raises(TraceError, match=r"decisions\.jsonl\.gz"):
             replay_log(log_path)
+
+
+BATCHING = {
+    "kind": "batching",
+    "name": "first_come",
+    "settings": {"max_running": 4, "prefill_tokens": 16},
+    "paging": {"block_tokens": 16, "whole_pages": 2, "windows": []},
+}
+BAD_RECIPES = {
+    "no paging": ({"paging": None}, "'paging' is missing"),
+    "a text for a number": (
+        {"settings": {"max_running": "4", "prefill_tokens": 16}},
+        "settings: max_running: must be a whole number, found '4'",
+    ),
+    "an unknown field": (
+        {"settings": {"max_running": 4, "prefill_tokens": 16, "speed": 1}},
+        "settings: speed: missing or unknown",
+    ),
+    "a number for a table": ({"paging": 3}, "a value is of the wrong type"),
+}
+
+
+@pytest.mark.parametrize("name", BAD_RECIPES)
+def test_what_is_wrong_with_a_recipe_is_said_in_words(tmp_path, name):
+    change, said = BAD_RECIPES[name]
+    recipe = {key: value for key, value in {**BATCHING, **change}.items() if value is not None}
+    log = DecisionLog(policies={"batching": recipe})
+    log.record("batching", "cancel", {"sequence": 1}, None, now=0.0)
+    path = tmp_path / "decisions.jsonl.gz"
+    path.write_bytes(log.to_bytes())
+    refused(path, lines(path), f"recipe of 'batching': {said}")

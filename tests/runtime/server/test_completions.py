@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable
 from typing import Any
 
+import msgspec
 import pytest
 
 from runtime.server.app import App
@@ -284,3 +285,21 @@ async def test_a_model_without_a_tokenizer_answers_ids_with_ids(
     assert ids == whole["token_ids"]
     assert refused.status_code == chat.status_code == 400
     assert "tokenizer" in refused.json()["error"]["message"]
+
+
+async def test_a_text_with_a_token_that_the_model_lacks_is_told_apart_from_a_wrong_id(
+    build: Callable[..., App], engine: ScriptedEngine
+) -> None:
+    engine.info = msgspec.structs.replace(engine.info, vocabulary=256)  # <|end|> is 256
+    async with client_of(build()) as client:
+        for prompt, said in (
+            (
+                "abc<|end|>",
+                "prompt: the tokenizer's token '<|end|>' (id 256) is not in the model's",
+            ),
+            ([97, 256], "prompt: token id 256 is not in the vocabulary"),
+        ):
+            answer = await client.post("/v1/completions", json={"prompt": prompt})
+            assert answer.status_code == 400
+            assert answer.json()["error"]["message"].startswith(said)
+        assert engine.submitted == []
