@@ -28,10 +28,8 @@ _STREAM_HEADERS = [
     (b"cache-control", b"no-cache"),
     (b"x-accel-buffering", b"no"),
 ]
-_REFUSALS = {
-    "grammar": ("structured_outputs", "invalid_grammar"),
-    "the memory for keys and values": ("prompt", "context_length_exceeded"),
-}
+_GRAMMAR = "grammar"
+_NO_MEMORY = "the memory for keys and values"
 
 
 class Answering:
@@ -222,9 +220,18 @@ class Answering:
             return self._front.unavailable("aborted", "The engine gave the request up.")
         message = output.error or "The engine could not answer."
         if not has_begun:
-            for words, (param, code) in _REFUSALS.items():
-                if message.startswith(words):
-                    return invalid(message[:1].upper() + message[1:] + ".", param, code)
+            if message.startswith(_GRAMMAR):
+                param = self._job.form_field or "structured_outputs"
+                # The engine's words may be one name of its grammar compiler, such as of a limit.
+                reason = message.partition(": ")[2] or message
+                return invalid(
+                    f"{param}: this form of the answer cannot be compiled, or no answer has it ({reason}).",
+                    param,
+                    "invalid_grammar",
+                )
+            if message.startswith(_NO_MEMORY):
+                words = message[:1].upper() + message[1:] + "."
+                return invalid(words, "prompt", "context_length_exceeded")
         return ApiError(500, f"The engine failed: {message}", code="engine_error")
 
     def _count_unfinished(self, reason: str, now: float) -> None:

@@ -17,6 +17,8 @@ from runtime.server.settings import ServerSettings
 Body = TypeVar("Body", bound=msgspec.Struct)
 
 _SHOWN_CHARACTERS = 60
+# The rest of the body is not read, so nothing else can be asked on the connection.
+_CLOSE = {"Connection": "close"}
 _JSON_TYPE = re.compile(r"application/(json|[\w.+-]+\+json)$")
 
 
@@ -59,7 +61,10 @@ class BodyReader:
         except TimeoutError:
             seconds = self._settings.body_timeout_s
             raise ApiError(
-                408, f"The body did not arrive within {seconds:g} s.", code="body_timeout"
+                408,
+                f"The body did not arrive within {seconds:g} s.",
+                code="body_timeout",
+                headers=_CLOSE,
             ) from None
         finally:
             self.held_bytes -= size
@@ -68,7 +73,12 @@ class BodyReader:
     def _refuse_long(self, size: int) -> None:
         limit = self._settings.max_body_bytes
         if size > limit:
-            raise ApiError(413, f"The body is longer than {limit} bytes.", code="request_too_large")
+            raise ApiError(
+                413,
+                f"The body is longer than {limit} bytes.",
+                code="request_too_large",
+                headers=_CLOSE,
+            )
 
     def _refuse_crowd(self) -> None:
         if self.held_bytes > self._settings.max_bodies_bytes:
@@ -135,7 +145,7 @@ def decode_body(body: bytes, decoder: msgspec.json.Decoder[Body]) -> Body:
     try:
         return decoder.decode(text)
     except msgspec.ValidationError as error:
-        raise _field_error(str(error), text) from None
+        raise _field_error(str(error), text, decoder) from None
     except msgspec.DecodeError as error:
         raise invalid(_why_not_json(str(error), text), code="invalid_json") from None
     except RecursionError:
@@ -155,7 +165,7 @@ def _why_not_json(message: str, text: str) -> str:
     return f"The body is not valid JSON: {message[:200]}."
 
 
-def _field_error(message: str, text: str) -> ApiError:
+def _field_error(message: str, text: str, decoder: msgspec.json.Decoder[Body]) -> ApiError:
     """msgspec's words, the field's path and the value that was found there."""
     words, _, place = message.partition(" - at ")
     path = place.strip("`").removeprefix("key` in `").removeprefix("$").lstrip(".")
@@ -165,9 +175,36 @@ def _field_error(message: str, text: str) -> ApiError:
         return invalid(f"{path}: required, but it is not there.", path, "missing_field")
     if not path:
         return invalid(f"The body: {_lower_first(words)}.", code="invalid_type")
-    found = "" if ", got " in words else _found_at(text, path)
+    if place.startswith("`key` in ") or path.endswith("[...]"):
+        path, found = _found_entry(message, text, path, decoder)
+    else:
+        found = "" if ", got " in words else _found_at(text, path)
     code = "invalid_type" if ", got " in words else "invalid_value"
     return invalid(f"{path}: {_lower_first(words)}{found}.", path, code)
+
+
+def _found_entry(
+    message: str, text: str, path: str, decoder: msgspec.json.Decoder[Body]
+) -> tuple[str, str]:
+    """Path and value of the entry at fault: msgspec calls all entries of an object ``[...]``.
+
+    Decoded one by one, the entry at fault is the one with the same complaint.
+    """
+    field = path.removesuffix("[...]")
+    is_key = field == path
+    try:
+        entries = msgspec.json.decode(text)[field]
+        for key, value in entries.items():
+            try:
+                decoder.decode(msgspec.json.encode({field: {key: value}}))
+            except msgspec.ValidationError as error:
+                if str(error) == message:
+                    name = f"{field}.{key[:_SHOWN_CHARACTERS]}"
+                    found = "the key " + json.dumps(key) if is_key else json.dumps(value)
+                    return name, f", found {found[:_SHOWN_CHARACTERS]}"
+    except (msgspec.DecodeError, LookupError, TypeError, AttributeError, RecursionError):
+        pass
+    return path, ""
 
 
 def _lower_first(words: str) -> str:

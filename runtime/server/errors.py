@@ -76,6 +76,6 @@ class ApiError(Exception):
             return orjson.dumps(self.body())
 
 
-def invalid(message: str, param: str | None = None, code: str | None = None) -> ApiError:
+def invalid(message: str, param: str | None = None, code: str = "invalid_value") -> ApiError:
     """400: the request asks for what is not allowed."""
     return ApiError(400, message, param=param, code=code)

@@ -15,8 +15,8 @@ MAX_GRAMMAR_BYTES = 64 * 1024
 """As the engine has it; told here, so that nothing larger is compiled or sent."""
 
 
-def grammar_of(body: GenerationBody) -> Grammar | None:
-    """What the answer must look like; None: anything.
+def grammar_of(body: GenerationBody) -> tuple[str, Grammar] | None:
+    """What the answer must look like, after the field that says so; None: anything.
 
     Raises:
         ApiError: 400, if two fields ask for it, or a schema is none.
@@ -31,7 +31,7 @@ def grammar_of(body: GenerationBody) -> Grammar | None:
     if body.guided_regex is not None:
         found.append(("guided_regex", Grammar("regex", body.guided_regex)))
     if body.guided_choice is not None:
-        found.append(("guided_choice", _choice(body.guided_choice)))
+        found.append(("guided_choice", _choice(body.guided_choice, "guided_choice")))
     if len(found) > 1:
         names = " and ".join(name for name, _ in found)
         raise invalid(f"Only one form can be asked for, found {names}.", found[1][0])
@@ -41,7 +41,7 @@ def grammar_of(body: GenerationBody) -> Grammar | None:
     num_bytes = len(grammar.text.encode("utf-8", "surrogatepass"))
     if num_bytes > MAX_GRAMMAR_BYTES:
         raise invalid(f"{name}: {num_bytes} bytes, at most {MAX_GRAMMAR_BYTES}.", name)
-    return grammar
+    return name, grammar
 
 
 def _of_response_format(form: ResponseFormat) -> list[tuple[str, Grammar]]:
@@ -64,13 +64,16 @@ def _of_structured_outputs(outputs: StructuredOutputs) -> list[tuple[str, Gramma
     if outputs.regex is not None:
         found.append(("structured_outputs.regex", Grammar("regex", outputs.regex)))
     if outputs.choice is not None:
-        found.append(("structured_outputs.choice", _choice(outputs.choice)))
+        param = "structured_outputs.choice"
+        found.append((param, _choice(outputs.choice, param)))
     if outputs.grammar is not None:
         found.append(("structured_outputs.grammar", Grammar("lark", outputs.grammar)))
     return found
 
 
-def _choice(choices: list[str]) -> Grammar:
+def _choice(choices: list[str], param: str) -> Grammar:
+    if not choices or not all(choices):
+        raise invalid(f"{param}: at least one text, none of them empty.", param, "invalid_grammar")
     return Grammar("choice", json.dumps(choices))
 
 
@@ -86,8 +89,12 @@ def _schema(schema: dict[str, Any] | str, param: str) -> Grammar:
     return Grammar("json_schema", json.dumps(schema))
 
 
-def check_grammar(grammar: Grammar) -> None:
+def check_grammar(grammar: Grammar, param: str) -> None:
     """Whether the grammar can be used at all; may take a while, so not on the event loop.
+
+    Args:
+        grammar: Of the answer.
+        param: The field that it came in.
 
     Raises:
         ApiError: 400, in the words of the grammar's compiler.
@@ -114,7 +121,7 @@ def check_grammar(grammar: Grammar) -> None:
         problem = str(error)
     if problem:
         raise invalid(
-            f"The form of the answer cannot be compiled: {problem[:500]}",
-            "response_format" if grammar.kind == "json_schema" else "structured_outputs",
+            f"{param}: this form of the answer cannot be compiled: {problem[:500]}",
+            param,
             "invalid_grammar",
         )

@@ -207,7 +207,7 @@ def http_config(app: App, settings: ServerSettings, address: Address) -> uvicorn
         uds=address.unix_socket or None,
         ssl_certfile=address.certificate or None,
         ssl_keyfile=address.key or None,
-        http=protocol_class(settings.max_header_bytes),
+        http=protocol_class(settings.max_header_bytes, settings.header_timeout_s),
         ws="none",
         lifespan="on",
         log_config=None,

@@ -39,6 +39,7 @@ class Job:
         prompts: At least one.
         sampling: Of every answer; ``max_tokens`` and ``seed`` are replaced one by one.
         n: Answers per prompt.
+        form_field: That asked for the answers' form; empty: none did.
         stops: Strings that end an answer.
         include_stop: They stay in the text.
         skip_special_tokens: They are not part of the text.
@@ -60,6 +61,7 @@ class Job:
     prompts: list[Prompt]
     sampling: Sampling
     n: int = 1
+    form_field: str = ""
     stops: tuple[str, ...] = ()
     include_stop: bool = False
     skip_special_tokens: bool = True

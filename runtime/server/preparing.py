@@ -40,7 +40,7 @@ def prepare_completion(
     wanted = max(asked, 1)
     forms = prompt_forms(body.prompt)
     n = body.n or 1
-    _refuse_crowd(len(forms) * n, settings)
+    _refuse_crowd(len(forms), n, settings)
     echoes_logprobs = bool(body.echo) and body.logprobs is not None
     job = _job(
         body,
@@ -74,7 +74,7 @@ def prepare_chat(
     if asked == 0:
         param = "max_tokens" if body.max_completion_tokens is None else "max_completion_tokens"
         raise invalid(f"{param}: at least 1, found 0.", param)
-    _refuse_crowd(body.n or 1, settings)
+    _refuse_crowd(1, body.n or 1, settings)
     top = body.top_logprobs or 0
     job = _job(
         body,
@@ -134,12 +134,12 @@ def _job(
     if body.prompt_logprobs is not None and body.stream:
         raise invalid("prompt_logprobs: not in a stream.", "prompt_logprobs")
     options = body.stream_options
-    grammar = grammar_of(body)
+    form, grammar = grammar_of(body) or ("", None)
     if grammar is not None:
-        check_grammar(grammar)
+        check_grammar(grammar, form)
     stops = stops_of(body)
     if tokenizing.tokenizer is None and (stops or grammar is not None):
-        raise invalid("The model has no tokenizer, so there is no text to look at.", "stop")
+        raise invalid("The model has no tokenizer, so there is no text to look at.", form or "stop")
     return Job(
         request_id=request_id,
         answer_id=answer_id,
@@ -155,6 +155,7 @@ def _job(
             grammar=grammar,
         ),
         n=body.n or 1,
+        form_field=form,
         stops=stops,
         include_stop=bool(body.include_stop_str_in_output),
         skip_special_tokens=body.skip_special_tokens is not False,
@@ -207,10 +208,11 @@ def _refuse_chat_fields(body: ChatBody) -> None:
         raise invalid("top_logprobs: only with logprobs.", "top_logprobs")
 
 
-def _refuse_crowd(sequences: int, settings: ServerSettings) -> None:
+def _refuse_crowd(prompts: int, n: int, settings: ServerSettings) -> None:
     most = settings.max_sequences_per_request
-    if sequences > most:
-        raise invalid(f"prompt: {sequences} answers (prompts times n); at most {most}.", "n")
+    if prompts * n > most:
+        param = "prompt" if prompts > most or n == 1 else "n"
+        raise invalid(f"{param}: {prompts * n} answers (prompts times n); at most {most}.", param)
 
 
 def _most(first: int | None, second: int | None) -> int | None:

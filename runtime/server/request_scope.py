@@ -17,7 +17,7 @@ from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
 from runtime.server.body_reading import ClientGoneError
 from runtime.server.call import Call, request_id_of, timeout_of
-from runtime.server.errors import ApiError
+from runtime.server.errors import ApiError, invalid
 from runtime.server.front_end import FrontEnd
 from runtime.server.logs import log
 from runtime.server.responses import send_error
@@ -46,6 +46,7 @@ class RequestScope:
         self._front = front
         self._routes = routes
         self._tracer = tracer
+        self._probes: dict[str, str] = {}
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         """Serve one connection scope."""
@@ -81,6 +82,7 @@ class RequestScope:
         scope["call"] = call
         error: ApiError | None = None
         try:
+            _refuse_two_ids(scope)
             call.request_id = request_id_of(headers)
             call.timeout_s = timeout_of(headers, settings.request_timeout_s)
             self._check_key(scope, call)
@@ -136,8 +138,24 @@ class RequestScope:
         }
         if self._tracer is not None:
             self._tracer.record(call, status, started_ns, seconds)
-        quiet = call.route in _QUIET_ROUTES and status == 200
+        is_probe = call.route in PUBLIC_ROUTES
+        quiet = is_probe or (call.route in _QUIET_ROUTES and status == 200)
         (log().debug if quiet else log().info)("request", **notes)
+        if is_probe:
+            self._note_probe(call, status)
+
+    def _note_probe(self, call: Call, status: int) -> None:
+        """One line when a probe's answer is another than before; the first good one is none."""
+        before = self._probes.get(call.route, "ok")
+        found = "ok" if status == 200 else str(call.notes.get("error", status))
+        if found != before and status != _CLIENT_GONE_STATUS:
+            self._probes[call.route] = found
+            log().warning("probe_changed", route=call.route, before=before, now=found)
+
+
+def _refuse_two_ids(scope: Scope) -> None:
+    if sum(name == b"x-request-id" for name, _ in scope["headers"]) > 1:
+        raise invalid("X-Request-Id: at most one.", "x-request-id")
 
 
 def _path_of(scope: Scope) -> str:

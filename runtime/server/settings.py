@@ -21,7 +21,13 @@ _AT_LEAST_ONE = (
     "tokenizer_threads",
     "retry_after_s",
 )
-_POSITIVE = ("request_timeout_s", "body_timeout_s", "stuck_after_s", "unready_after_s")
+_POSITIVE = (
+    "request_timeout_s",
+    "header_timeout_s",
+    "body_timeout_s",
+    "stuck_after_s",
+    "unready_after_s",
+)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -42,6 +48,7 @@ class ServerSettings:
         default_max_tokens: Of ``/v1/completions``; chats may fill the context.
         context_tokens: Most tokens of prompt and answer; None: as the engine says.
         request_timeout_s: From arrival to the last byte of an answer.
+        header_timeout_s: To send a request's line and headers, from the first byte.
         body_timeout_s: To send a body.
         tokenizer_threads: That tokenize and render chats beside the event loop.
         log_prompts: Prompts and answers go into the log.
@@ -68,6 +75,7 @@ class ServerSettings:
     default_max_tokens: int = 16
     context_tokens: int | None = None
     request_timeout_s: float = 600.0
+    header_timeout_s: float = 15.0
     body_timeout_s: float = 30.0
     tokenizer_threads: int = 2
     log_prompts: bool = False

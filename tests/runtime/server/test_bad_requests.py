@@ -63,8 +63,8 @@ FIELDS: list[tuple[str, dict[str, Any], int, str | None]] = [
     (COMPLETIONS, {"stop_token_ids": ["a"]}, 400, "stop_token_ids[0]"),
     (COMPLETIONS, {"logit_bias": {"300": 1}}, 400, "logit_bias"),
     (COMPLETIONS, {"logit_bias": {"-1": 1}}, 400, "logit_bias"),
-    (COMPLETIONS, {"logit_bias": {"x": 1}}, 400, "logit_bias"),
-    (COMPLETIONS, {"logit_bias": {"5": 101}}, 400, "logit_bias[...]"),
+    (COMPLETIONS, {"logit_bias": {"x": 1}}, 400, "logit_bias.x"),
+    (COMPLETIONS, {"logit_bias": {"5": 101}}, 400, "logit_bias.5"),
     (COMPLETIONS, {"logit_bias": [1]}, 400, "logit_bias"),
     (COMPLETIONS, {"seed": 2**70}, 400, "seed"),
     (COMPLETIONS, {"seed": 1.5}, 400, "seed"),
@@ -101,8 +101,8 @@ FIELDS: list[tuple[str, dict[str, Any], int, str | None]] = [
     ),
     (COMPLETIONS, {"guided_json": "{"}, 400, "guided_json"),
     (COMPLETIONS, {"guided_json": "[1]"}, 400, "guided_json"),
-    (COMPLETIONS, {"guided_json": {"type": "nonsense"}}, 400, "response_format"),
-    (COMPLETIONS, {"guided_regex": "("}, 400, "structured_outputs"),
+    (COMPLETIONS, {"guided_json": {"type": "nonsense"}}, 400, "guided_json"),
+    (COMPLETIONS, {"guided_regex": "("}, 400, "guided_regex"),
     (COMPLETIONS, {"guided_regex": "a" * 70_000}, 400, "guided_regex"),
     (COMPLETIONS, {"guided_choice": ["a" * 1000] * 100}, 400, "guided_choice"),
     (COMPLETIONS, {"guided_choice": []}, 400, "guided_choice"),
@@ -250,11 +250,65 @@ async def test_a_bad_body_or_header_is_refused(
         answer = await client.post(COMPLETIONS, content=body, headers=headers)
         assert answer.status_code == status, answer.text
         error = answer.json()["error"]
-        assert error["code"] == (code or None)
+        assert error["code"] == (code or "invalid_value")
         assert error["type"] == BAD
         assert answer.headers["x-request-id"].isalnum()
         assert engine.submitted == []
         await is_well(client, app)
+
+
+@pytest.mark.parametrize(
+    ("bias", "param", "found"),
+    [
+        ({"5": 1, "7": 101}, "logit_bias.7", "found 101"),
+        ({"5": 1, "x": 3}, "logit_bias.x", 'found the key "x"'),
+        ({"5": 1, "7": "2"}, "logit_bias.7", 'found "2"'),
+    ],
+)
+async def test_the_entry_of_an_object_that_is_wrong_is_named(
+    build: Callable[..., App], bias: dict[str, Any], param: str, found: str
+) -> None:
+    async with client_of(build()) as client:
+        answer = await client.post(COMPLETIONS, json={"prompt": "a", "logit_bias": bias})
+    error = answer.json()["error"]
+    assert (answer.status_code, error["param"]) == (400, param)
+    assert error["message"].startswith(param + ": ") and found in error["message"]
+
+
+@pytest.mark.parametrize(
+    ("fields", "param", "code"),
+    [
+        ({"guided_json": {"type": "nonsense"}}, "guided_json", "invalid_grammar"),
+        ({"guided_choice": [""]}, "guided_choice", "invalid_grammar"),
+        ({"prompt": ["a"] * 2000}, "prompt", "invalid_value"),
+        ({"prompt": ["a"] * 200, "n": 100}, "n", "invalid_value"),
+    ],
+)
+async def test_the_field_that_was_sent_is_the_one_that_is_named(
+    build: Callable[..., App], fields: dict[str, Any], param: str, code: str
+) -> None:
+    async with client_of(build()) as client:
+        answer = await client.post(COMPLETIONS, json={"prompt": "a"} | fields)
+    error = answer.json()["error"]
+    assert (answer.status_code, error["param"], error["code"]) == (400, param, code)
+
+
+async def test_a_grammar_that_the_engine_refuses_is_told_in_words(
+    build: Callable[..., App], engine: ScriptedEngine
+) -> None:
+    engine.fails_with = "grammar: NoExtensionBias"
+    async with client_of(build()) as client:
+        answer = await client.post(COMPLETIONS, json={"prompt": "a", "guided_json": {}})
+    error = answer.json()["error"]
+    assert (answer.status_code, error["param"]) == (400, "guided_json")
+    assert error["message"].startswith("guided_json: this form of the answer cannot be compiled")
+
+
+async def test_two_request_ids_are_refused(build: Callable[..., App]) -> None:
+    headers = [("x-request-id", "a"), ("x-request-id", "b")]
+    async with client_of(build()) as client:
+        answer = await client.get("/v1/models", headers=headers)
+    assert (answer.status_code, answer.json()["error"]["param"]) == (400, "x-request-id")
 
 
 async def test_a_doubled_key_counts_once_and_harmless_types_are_taken(

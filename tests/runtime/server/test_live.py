@@ -213,7 +213,78 @@ def test_headers_without_end_are_cut_off(server: Scripted) -> None:
     assert httpx.get(server.live.url + "/health").status_code == 200
 
 
-def test_a_body_in_chunks_without_a_length_is_413_and_the_connection_goes_on(
+@pytest.mark.parametrize(
+    "offer",
+    [
+        b"Connection: Upgrade, HTTP2-Settings\r\nUpgrade: h2c\r\nHTTP2-Settings: AAEAAEAA\r\n",
+        b"Connection: upgrade\r\nUpgrade: websocket\r\nSec-WebSocket-Version: 13\r\n",
+    ],
+)
+@pytest.mark.parametrize("cut", [20, 330])
+def test_an_offer_of_another_protocol_is_ignored_and_the_body_read(
+    server: Scripted, offer: bytes, cut: int
+) -> None:
+    data = request_bytes({"prompt": "a", "max_tokens": 3}, offer)
+    data += request_bytes({"prompt": "b", "max_tokens": 4}, offer)
+    with server.connect() as connection:
+        connection.sendall(data[:-cut])
+        connection.sendall(data[-cut:])
+        found = b""
+        while b'"text":"hell"' not in found:
+            chunk = connection.recv(65536)
+            assert chunk, found
+            found += chunk
+    assert found.count(b"HTTP/1.1 200 ") == 2 and b'"text":"hel"' in found
+
+
+@pytest.mark.parametrize("hosts", [b"", b"Host: x\r\nHost: y\r\n"])
+def test_a_request_has_one_host(server: Scripted, hosts: bytes) -> None:
+    given = len(server.engine.submitted)
+    found = server.raw(request_bytes({"prompt": "a"}).replace(b"Host: x\r\n", hosts))
+    assert found.startswith(b"HTTP/1.1 400 ") and b'"param":"host"' in found
+    assert len(server.engine.submitted) == given
+    assert b"200 OK" in server.raw(b"GET /health HTTP/1.0\r\n\r\n")
+
+
+def test_silent_and_slow_connections_are_closed(text: TextTokenizer) -> None:
+    template = ChatTemplate({"default": TEMPLATE}, {})
+    with live_server(
+        lambda: ScriptedEngine(saying(text, ANSWER)),
+        text,
+        template,
+        header_timeout_s=0.2,
+        body_timeout_s=0.2,
+    ) as live:
+        slow = Scripted(live, ScriptedEngine(saying(text, ANSWER)))
+        assert slow.raw(b"GET /health HTTP/1.1\r\nHost:").startswith(b"HTTP/1.1 408 ")
+        assert slow.raw(b"GET /health HTTP/1.1\r\nHost: x\r\n\r\nG").count(b"HTTP/1.1 ") == 2
+        late = slow.raw(request_bytes({"prompt": "a" * 100})[:-50])
+        assert late.startswith(b"HTTP/1.1 408 ") and b"connection: close\r\n" in late
+        live.server.config.timeout_keep_alive = 0.1  # type: ignore[assignment]
+        assert slow.raw(b"") == slow.raw(b"\r\n") == b""
+
+
+def test_a_413_reaches_a_client_that_goes_on_sending_and_the_connection_is_closed(
+    server: Scripted,
+) -> None:
+    head = request_bytes({}).partition(b"Content-Length")[0]
+    with server.connect() as connection:
+        connection.sendall(head + b"Content-Length: 5000000\r\n\r\n")
+        found = connection.recv(65536)
+        connection.sendall(b" " * 4_000_000)
+        while chunk := connection.recv(65536):
+            found += chunk
+        connection.sendall(b" " * 1_000_000)
+        server.until(lambda: not server.live.on_loop(lambda: list(connections_of(server))))
+    assert found.startswith(b"HTTP/1.1 413 ") and b"connection: close\r\n" in found
+    assert b"request_too_large" in found
+
+
+def connections_of(server: Scripted) -> Iterator[Any]:
+    yield from server.live.server.server_state.connections
+
+
+def test_a_body_in_chunks_without_a_length_is_413_and_the_next_request_is_answered(
     server: Scripted,
 ) -> None:
     def endless() -> Iterator[bytes]:

@@ -59,6 +59,23 @@ async def test_a_request_is_one_json_line_with_its_counts_and_without_its_text(
     assert SECRET not in stream.getvalue() and "hello" not in stream.getvalue()
 
 
+async def test_probes_are_no_lines_but_their_changes_are(
+    build: Callable[..., App], engine: ScriptedEngine
+) -> None:
+    stream = io.StringIO()
+    log_as_json(stream=stream)
+    async with client_of(build()) as client:
+        await client.get("/ready")
+        engine.is_alive = False
+        for _ in range(3):
+            assert (await client.get("/ready")).status_code == 503
+        engine.is_alive = True
+        await client.get("/ready")
+    found = [(line["event"], line["level"], line["now"]) for line in lines_of(stream)]
+    expected = [("probe_changed", "warning", now) for now in ("engine_gone", "ok")]
+    assert found == expected
+
+
 async def test_texts_are_logged_only_when_asked_for(build: Callable[..., App]) -> None:
     for is_stream in (False, True):
         stream = io.StringIO()
