@@ -17,6 +17,7 @@ if TYPE_CHECKING:
 MEMORY = "Memory and speed"
 POLICY = "Policies"
 INSTANCES = "Several engines"
+KEYS = "Keys"
 FRONT = "Front end"
 DEFAULT_PORT = 8000
 SHOWN_TOKENS = 5
@@ -38,12 +39,15 @@ def serve(
     ] = None,
     host: Annotated[str, typer.Option("--host", help="Address to listen on.")] = "127.0.0.1",
     port: Annotated[
-        int, typer.Option("--port", min=0, max=65535, help="0: any free one.")
+        int, typer.Option("--port", metavar="N", min=0, max=65535, help="0: any free one.")
     ] = DEFAULT_PORT,
     name: Annotated[
         list[str] | None,
         typer.Option(
-            "--served-model-name", "--name", help="Name the model answers to; repeatable."
+            "--served-model-name",
+            "--name",
+            metavar="NAME",
+            help="Name the model answers to; repeatable.",
         ),
     ] = None,
     dtype: Annotated[
@@ -56,7 +60,13 @@ def serve(
     ] = "cpu",
     threads: Annotated[
         int,
-        typer.Option("--threads", min=0, help="CPU threads; 0: all cores.", rich_help_panel=MEMORY),
+        typer.Option(
+            "--threads",
+            metavar="N",
+            min=0,
+            help="CPU threads; 0: all cores.",
+            rich_help_panel=MEMORY,
+        ),
     ] = 0,
     memory: Annotated[
         str | None,
@@ -71,6 +81,7 @@ def serve(
         typer.Option(
             "--context",
             "--max-model-len",
+            metavar="N",
             min=2,
             help="Most tokens of prompt and answer; none: the model's.",
             rich_help_panel=MEMORY,
@@ -81,6 +92,7 @@ def serve(
         typer.Option(
             "--max-running",
             "--max-num-seqs",
+            metavar="N",
             min=1,
             help="Most sequences at a time (64).",
             rich_help_panel=MEMORY,
@@ -90,6 +102,7 @@ def serve(
         int | None,
         typer.Option(
             "--prefill-tokens",
+            metavar="N",
             min=1,
             help="Most prompt tokens in a step (512).",
             rich_help_panel=MEMORY,
@@ -138,11 +151,19 @@ def serve(
     ] = None,
     decision_calls: Annotated[
         int,
-        typer.Option("--decision-calls", min=1, help="Calls kept at most.", rich_help_panel=POLICY),
+        typer.Option(
+            "--decision-calls",
+            metavar="N",
+            min=1,
+            help="Calls kept at most.",
+            rich_help_panel=POLICY,
+        ),
     ] = 200_000,
     instances: Annotated[
         int,
-        typer.Option("--instances", help="Engines behind the API.", rich_help_panel=INSTANCES),
+        typer.Option(
+            "--instances", metavar="N", help="Engines behind the API.", rich_help_panel=INSTANCES
+        ),
     ] = 1,
     engine: Annotated[
         str,
@@ -172,16 +193,21 @@ def serve(
     api_key: Annotated[
         list[str] | None,
         typer.Option(
-            "--api-key", envvar="SERVING_TWIN_API_KEY", help="Repeatable.", rich_help_panel=FRONT
+            "--api-key",
+            metavar="KEY",
+            envvar="SERVING_TWIN_API_KEY",
+            help="Repeatable.",
+            rich_help_panel=KEYS,
         ),
     ] = None,
     admin_key: Annotated[
         str,
         typer.Option(
             "--admin-key",
+            metavar="KEY",
             envvar="SERVING_TWIN_ADMIN_KEY",
             help="Opens /admin.",
-            rich_help_panel=FRONT,
+            rich_help_panel=KEYS,
         ),
     ] = "",
     metrics_open: Annotated[
@@ -189,30 +215,38 @@ def serve(
         typer.Option(
             "--metrics-open/--metrics-with-key",
             help="Whether /metrics answers without an API key.",
-            rich_help_panel=FRONT,
+            rich_help_panel=KEYS,
         ),
     ] = False,
     max_queued_requests: Annotated[
-        int, typer.Option("--max-queued-requests", min=1, rich_help_panel=FRONT)
+        int, typer.Option("--max-queued-requests", metavar="N", min=1, rich_help_panel=FRONT)
     ] = 1024,
     max_queued_tokens: Annotated[
-        int, typer.Option("--max-queued-tokens", min=1, rich_help_panel=FRONT)
+        int, typer.Option("--max-queued-tokens", metavar="N", min=1, rich_help_panel=FRONT)
     ] = 1 << 20,
     request_timeout: Annotated[
         float,
-        typer.Option("--request-timeout", help="Seconds for an answer.", rich_help_panel=FRONT),
+        typer.Option(
+            "--request-timeout",
+            metavar="SECONDS",
+            help="Seconds for an answer.",
+            rich_help_panel=FRONT,
+        ),
     ] = 600.0,
     drain_timeout: Annotated[
         float,
         typer.Option(
             "--drain-timeout",
+            metavar="SECONDS",
             help="Seconds that running requests may go on after SIGTERM.",
             rich_help_panel=FRONT,
         ),
     ] = 30.0,
     cors: Annotated[
         list[str] | None,
-        typer.Option("--cors-origin", help="Repeatable; * for all.", rich_help_panel=FRONT),
+        typer.Option(
+            "--cors-origin", metavar="ORIGIN", help="Repeatable; * for all.", rich_help_panel=FRONT
+        ),
     ] = None,
     root_path: Annotated[
         str, typer.Option("--root-path", help="Such as /llm.", rich_help_panel=FRONT)

@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import os
+import subprocess
+import sys
 from pathlib import Path
 
 import pytest
@@ -84,3 +86,17 @@ def test_tokens_that_the_model_lacks_are_named_in_one_line(tmp_path: Path) -> No
     assert "<|new6|>" not in told
     assert "and 1 more" in told
     assert "\n" not in told
+
+
+def test_help_of_eighty_columns_shows_every_option_of_serve_whole() -> None:
+    done = subprocess.run(
+        [sys.executable, "-m", "runtime", "serve", "--help"],
+        env=os.environ | {"COLUMNS": "80", "TERMINAL_WIDTH": "80"},
+        capture_output=True,
+        text=True,
+        check=True,
+    )
+    assert max(map(len, done.stdout.splitlines())) <= 80
+    assert "…" not in done.stdout
+    for option in ("--context,--max-model-len", "--metrics-with-key", "--max-queued-requests"):
+        assert option in done.stdout
