@@ -225,7 +225,8 @@ class Answering:
                 # The engine's words may be one name of its grammar compiler, such as of a limit.
                 reason = message.partition(": ")[2] or message
                 return invalid(
-                    f"{param}: this form of the answer cannot be compiled, or no answer has it ({reason}).",
+                    f"{param}: this form of the answer cannot be compiled, or no answer has it"
+                    f" ({reason}).",
                     param,
                     "invalid_grammar",
                 )

@@ -252,6 +252,8 @@ def protocol_class(
             """Answer and close; bytes that still come are not looked at."""
             self._is_refused = True
             self._end_header_timer()
+            if self._is_closing:  # the last answer has been written
+                self.transport.close()
             if self.transport.is_closing():
                 return
             body = error.encoded()

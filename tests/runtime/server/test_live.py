@@ -280,6 +280,21 @@ def test_a_413_reaches_a_client_that_goes_on_sending_and_the_connection_is_close
     assert b"request_too_large" in found
 
 
+def test_a_body_that_turns_into_nonsense_after_its_413_gets_no_second_answer(
+    server: Scripted,
+) -> None:
+    head = request_bytes({}).partition(b"Content-Length")[0]
+    chunk = b"30d40\r\n" + b" " * 200_000 + b"\r\n"
+    with server.connect() as connection:
+        connection.sendall(head + b"Transfer-Encoding: chunked\r\n\r\n" + chunk)
+        found = connection.recv(65536)
+        connection.sendall(b"nonsense\r\n")
+        while more := connection.recv(65536):
+            found += more
+        server.until(lambda: not server.live.on_loop(lambda: list(connections_of(server))))
+    assert found.startswith(b"HTTP/1.1 413 ") and found.count(b"HTTP/1.1 ") == 1
+
+
 def connections_of(server: Scripted) -> Iterator[Any]:
     yield from server.live.server.server_state.connections
 
