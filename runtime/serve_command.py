@@ -285,11 +285,12 @@ def serve(
     """
     import msgspec
 
+    from runtime.decision_files import reserved
     from runtime.serve_settings import ServeOptions, engine_settings
     from runtime.server.engine_client import EngineGoneError
     from runtime.server.http_server import Address, Opened, run_server
     from runtime.server.instances_open import open_instances
-    from runtime.server.instances_settings import instance_settings
+    from runtime.server.instances_settings import decision_files, instance_settings
     from runtime.server.logs import log_as_json
     from runtime.server.process_engine import ProcessEngine
     from runtime.server.settings import ServerSettings
@@ -379,13 +380,14 @@ def serve(
             _say(warning)
 
     try:
-        run_server(
-            front,
-            open_engine,
-            Address(host=host, port=port, certificate=tls_cert, key=tls_key),
-            on_listening=listening,
-            on_ready=ready,
-        )
+        with reserved(decision_files(settings.decision_log, several)):
+            run_server(
+                front,
+                open_engine,
+                Address(host=host, port=port, certificate=tls_cert, key=tls_key),
+                on_listening=listening,
+                on_ready=ready,
+            )
     except EngineGoneError as error:
         _say(f"error: {error}")
         raise typer.Exit(1) from None

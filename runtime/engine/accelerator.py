@@ -54,10 +54,15 @@ class Accelerator:
 
     def available_bytes(self) -> int | None:
         """Memory an arena may have; None: as on the CPU."""
+        free = self.free_bytes()
+        return None if free is None else int(FREE_SHARE * free)
+
+    def free_bytes(self) -> int | None:
+        """Memory that nobody has; None: as on the CPU."""
         if self.is_emulated:
             return None
         free, _ = torch.cuda.mem_get_info(torch.device(self.device))
-        return int(FREE_SHARE * free)
+        return free
 
     def movement(self, given: Movement | None) -> Movement:
         """How quantized weights get into the arena: in the order of the tile kernels."""

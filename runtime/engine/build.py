@@ -3,11 +3,7 @@
 from __future__ import annotations
 
 import contextlib
-import os
-import shutil
-import tempfile
 from pathlib import Path
-from typing import Final
 
 import numpy as np
 import torch
@@ -18,16 +14,17 @@ from policies.batching.log import LoggedBatching
 from policies.batching.settings import BatchingSettings
 from runtime.clock import RunClock
 from runtime.engine.accelerator import Accelerator, open_accelerator
+from runtime.engine.arena_memory import default_memory_bytes, free_bytes, memory_error
 from runtime.engine.frames import EngineInfo
 from runtime.engine.grammar import GrammarCompiler, GrammarError
 from runtime.engine.parts import EngineParts, Forward
 from runtime.engine.prefix_blocks import PrefixBlocks
 from runtime.engine.prefix_identity import model_namespace
 from runtime.engine.prefix_open import PrefixStoreSettings, open_prefix_blocks
+from runtime.engine.private_folder import PrivateFolder, clear_abandoned
 from runtime.engine.settings import EngineSettings, EngineSettingsError
 from runtime.engine.weight_pages import (
     Movement,
-    checkpoint_tables,
     moving_precision,
     plan_widths,
     weights_in_pages,
@@ -44,9 +41,6 @@ from runtime.model.spec_config import read_model_spec
 from runtime.model.step import StepBatch
 from runtime.page_arena import PageArena
 from traces.decisions import CompactDecisionLog, DecisionLog
-
-KV_BYTES: Final = 1 << 30
-"""KV memory where none is asked for, if a quarter of what is available is as much."""
 
 
 def build_engine(settings: EngineSettings, movement: Movement | None = None) -> EngineParts:
@@ -76,7 +70,10 @@ def build_engine(settings: EngineSettings, movement: Movement | None = None) -> 
         layout = KvLayout(layers, model.dtype, page_bytes)
         memory_bytes = settings.memory_bytes
         if memory_bytes is None:
-            memory_bytes = _default_memory_bytes(model, page_bytes, accelerator)
+            memory_bytes = default_memory_bytes(model, page_bytes, accelerator)
+        available = free_bytes(accelerator)
+        if memory_bytes > available:
+            raise memory_error(memory_bytes, available, "ask for less")
         arena = PageArena(
             max(1, memory_bytes // page_bytes),
             page_bytes=page_bytes,
@@ -126,16 +123,20 @@ def _parts(
     capacity = _tokens_in(layout.paging, arena.num_pages - weights.least_pages - cache.held_pages)
     context = settings.context_tokens or model.spec.context_tokens
     if capacity < 2:
-        raise EngineSettingsError(
-            f"memory_bytes: {arena.num_pages} pages of {arena.page_bytes:,} bytes hold keys and "
-            f"values of {capacity} tokens; give more"
+        raise memory_error(
+            settings.memory_bytes or arena.num_pages * arena.page_bytes,
+            free_bytes(accelerator),
+            f"{arena.num_pages} pages of {arena.page_bytes:,} bytes hold keys and values of "
+            f"{capacity} tokens; give more",
         )
     forward = _forward(settings, model, cache, weights.experts, accelerator, context)
     temporary = None
     if settings.prefix.place == "memory":
-        temporary = tempfile.mkdtemp(prefix="serving-twin-prefixes-")
-        undo.callback(shutil.rmtree, temporary, ignore_errors=True)
-    prefix = _open_prefix(settings, cache, temporary or settings.prefix.place)
+        clear_abandoned()  # before the store is opened: that frees their shared memory
+        temporary = PrivateFolder()
+        undo.callback(temporary.close)
+    place = settings.prefix.place if temporary is None else str(temporary.path)
+    prefix = _open_prefix(settings, cache, place)
     if prefix is not None:
         undo.callback(prefix.close)
     info = EngineInfo(
@@ -263,31 +264,6 @@ def _tokens_in(paging: KvPaging, pages: int) -> int:
         held = paging.held(np.array([middle]), np.array([from_tokens]))[0]
         low, high = (middle, high) if held <= pages else (low, middle - 1)
     return low
-
-
-def _default_memory_bytes(
-    model: LoadedModel, page_bytes: int, accelerator: Accelerator | None
-) -> int:
-    """KV as of ``KV_BYTES``, and quantized experts at their widest, as far as memory reaches.
-
-    Of a GPU's memory all that it can spare: nothing else is there to use it.
-    """
-    spared = None if accelerator is None else accelerator.available_bytes()
-    if spared is not None:
-        return spared
-    available = _available_bytes()
-    kv_bytes = min(KV_BYTES, available // 4)
-    if model.checkpoint is None:
-        return kv_bytes
-    widest = int(checkpoint_tables(model.checkpoint, page_bytes).bytes_[:, -1].sum())
-    return min(int(widest * 1.1) + kv_bytes, available // 2)
-
-
-def _available_bytes() -> int:
-    for line in Path("/proc/meminfo").read_text().splitlines():
-        if line.startswith("MemAvailable:"):
-            return int(line.split()[1]) << 10
-    return os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_AVPHYS_PAGES")
 
 
 def _grammars(model: LoadedModel) -> GrammarCompiler | None:

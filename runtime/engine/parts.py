@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import shutil
 from collections.abc import Callable
 from dataclasses import dataclass
 
@@ -15,6 +14,7 @@ from policies.precision_forecast import HORIZON_STEPS, forecast_kv_pages
 from runtime.engine.frames import EngineInfo
 from runtime.engine.grammar import GrammarCompiler
 from runtime.engine.prefix_blocks import PrefixBlocks
+from runtime.engine.private_folder import PrivateFolder
 from runtime.engine.settings import EngineSettings
 from runtime.model.kv_cache import KvCache
 from runtime.model.step import StepBatch
@@ -59,7 +59,7 @@ class EngineParts:
     control: PrecisionControl | None = None
     prefix: PrefixBlocks | None = None
     grammars: GrammarCompiler | None = None
-    temporary: str | None = None
+    temporary: PrivateFolder | None = None
 
     def forecast_pages(self) -> int:
         """Pages the running sequences will need soon."""
@@ -91,4 +91,4 @@ class EngineParts:
         if self.mover is not None:
             self.mover.close()
         if self.temporary is not None:
-            shutil.rmtree(self.temporary, ignore_errors=True)
+            self.temporary.close()

@@ -187,9 +187,11 @@ def run_engine(
 ) -> int:
     """Load the model, serve, end; the exit code.
 
-    What keeps the engine from starting is told to the front end.
+    What keeps the engine from starting is told to the front end. Signals that end a whole process
+    group do not end the engine: the front end does, or its end.
     """
-    signal.signal(signal.SIGINT, signal.SIG_IGN)  # the front end says when to end
+    for sent_to_all in (signal.SIGINT, signal.SIGTERM):  # of the group: the front end drains first
+        signal.signal(sent_to_all, signal.SIG_IGN)  # and says when to end
     try:
         parts = build(settings)
     except (ValueError, OSError, MemoryError, RuntimeError) as error:

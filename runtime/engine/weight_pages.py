@@ -131,7 +131,8 @@ def plan_widths(
     if least_pages >= arena_pages:
         raise EngineSettingsError(
             f"memory_bytes: expert weights alone need {least_pages * page_bytes:,} bytes, the "
-            f"arena has {arena_pages * page_bytes:,}; keys and values need room as well"
+            f"arena has {arena_pages * page_bytes:,}; keys and values need room as well: ask for "
+            "more with --memory"
         )
     return WeightPlan(tables, bits, least_pages)
 

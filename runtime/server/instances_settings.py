@@ -102,6 +102,16 @@ def settings_of_instance(
     )
 
 
+def decision_files(log: str | None, chosen: InstanceSettings) -> list[Path]:
+    """All files that a server writes logs to, but for those of engines started again."""
+    if log is None:
+        return []
+    own = Path(log)
+    if chosen.is_plain:
+        return [own]
+    return [own, *(decision_file_of(own, number) for number in range(chosen.count))]
+
+
 def is_folder(place: str) -> bool:
     """Whether a store's place is a folder, not ``memory``, ``none`` or a socket."""
     if place in ("memory", "none"):

@@ -7,6 +7,7 @@ import os
 import signal
 import subprocess
 import sys
+import tempfile
 import textwrap
 import time
 from collections.abc import Callable, Coroutine
@@ -17,10 +18,12 @@ import msgspec
 import pytest
 
 from runtime.engine.frames import NewSequence
+from runtime.engine.private_folder import PrivateFolder
 from runtime.engine.process import write_decisions
 from runtime.engine.settings import EngineSettings
 from runtime.server.engine_client import EngineGoneError
 from runtime.server.process_engine import EngineStartError, ProcessEngine
+from runtime.store.arena import arena_path
 from tests.runtime.engine.core_cases import (
     STORE,
     ask,
@@ -169,6 +172,62 @@ def test_an_engine_that_is_killed_fails_everybody_in_flight(folder: Path) -> Non
     run(work())
 
 
+def test_an_engine_answers_on_while_its_process_group_is_told_to_end(
+    folder: Path, tmp_path: Path
+) -> None:
+    log = tmp_path / "decisions.jsonl.gz"
+
+    async def work() -> None:
+        engine = await ProcessEngine.start(settings(folder, decision_log=str(log)))
+        stream = engine.submit(ask(prompt(5), 300))
+        tokens = list((await anext(stream)).tokens)
+        os.kill(engine.process_id, signal.SIGTERM)  # as a signal to the group reaches it
+        async for output in stream:
+            tokens += output.tokens
+        assert tokens == generated(folder, prompt(5), 300)
+        assert engine.is_alive
+        await engine.close()
+        assert engine._process.returncode == 0
+
+    run(work())
+    assert replay_log(log).difference is None
+
+
+def test_what_a_killed_engine_leaves_is_cleared_by_the_next_and_nothing_in_use_is(
+    folder: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(tempfile, "tempdir", str(tmp_path))  # of this process
+    monkeypatch.setenv("TMPDIR", str(tmp_path))  # of engines
+
+    def made() -> set[Path]:
+        return set(tmp_path.glob("serving-twin-prefixes-*"))
+
+    async def work() -> None:
+        killed = await ProcessEngine.start(settings(folder))
+        (left,) = made()
+        os.kill(killed.process_id, signal.SIGKILL)
+        await killed.close()
+        assert left.is_dir()
+        assert arena_path(left).exists()
+        other = PrivateFolder()  # of an engine that has not yet opened its store
+        living = await ProcessEngine.start(settings(folder))
+        assert not left.exists()
+        assert not arena_path(left).exists()
+        assert len(made()) == 2
+        (of_living,) = made() - {other.path}
+        with running(folder, prefix=STORE):
+            assert of_living.is_dir()
+            assert arena_path(of_living).exists()
+            assert len(made()) == 3
+        assert await answered(living, ask(prompt(5), 10)) == generated(folder, prompt(5), 10)
+        await living.close()
+        assert made() == {other.path}
+        other.close()
+        assert not made()
+
+    run(work())
+
+
 def test_an_engine_whose_front_end_is_killed_ends_by_itself(folder: Path) -> None:
     """In the middle of a long answer, and it takes its temporary folder with it."""
     script = """
@@ -205,14 +264,22 @@ def test_an_engine_whose_front_end_is_killed_ends_by_itself(folder: Path) -> Non
     while not is_gone(engine_id):
         assert time.monotonic() < end_s, "the engine is left behind"
         time.sleep(0.02)
-    for file in temporary:
-        assert not file.parent.exists()
+    assert temporary
+    for path in temporary:  # the folder and what lies in it
+        assert not path.exists()
 
 
 @pytest.mark.parametrize(
     ("changes", "says"),
     [
-        ({"memory_bytes": 100}, r"memory_bytes: .* 0 tokens; give more"),
+        (
+            {"memory_bytes": 3},
+            r"memory_bytes: --memory asks for 3 bytes, [\d,]+ are available: .* 0 tokens; give",
+        ),
+        (
+            {"memory_bytes": 999 << 40},
+            r"--memory asks for 1,098,412,116,148,224 bytes, [\d,]+ are available: ask for less",
+        ),
         ({"model": "/nowhere"}, "/nowhere"),
     ],
 )
