@@ -7,7 +7,16 @@ from pathlib import Path
 import pytest
 
 ROOT = Path(__file__).resolve().parent.parent
+LONG_TESTS = "SERVING_TWIN_LONG_TESTS"
 DATA = Path(os.environ.get("SERVING_TWIN_DATA", ROOT.parent / "shared" / "data"))
+
+
+def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
+    """More of the same kind runs on request only, so that all tests take minutes."""
+    if LONG_TESTS not in os.environ:
+        for item in items:
+            if item.get_closest_marker("long") is not None:
+                item.add_marker(pytest.mark.skip(reason=f"set {LONG_TESTS} to run it"))
 
 
 @pytest.fixture(scope="session")

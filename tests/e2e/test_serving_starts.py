@@ -11,7 +11,7 @@ import pytest
 from runtime.demo_model_tiny import make_tiny_checkpoint
 from tests.e2e.server_process import run
 
-ENGINE = pytest.mark.slow  # an engine's process looks and tells
+ENGINE = pytest.mark.long  # an engine's process looks and tells
 pytestmark = pytest.mark.timeout(600)
 
 

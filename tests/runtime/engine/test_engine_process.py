@@ -310,7 +310,7 @@ def test_a_log_of_a_run_in_this_process_is_that_of_the_same_orders(
 ) -> None:
     log = tmp_path / "log.jsonl.gz"
     with running(
-        folder, prefix=STORE, memory_bytes=8 * 8192, decision_log=str(log), prefill_tokens=16
+        folder, prefix=STORE, memory_bytes=7 * 8192, decision_log=str(log), prefill_tokens=16
     ) as core:
         drive(core, [ask(prompt(20 + seed, seed), 30) for seed in range(6)], every=2)
         assert core.stats().preemptions_total > 0
