@@ -187,7 +187,8 @@ def test_under_pressure_every_step_gets_on_and_nothing_is_shouted(
     sequences, tokens = 12, 40
     with (
         caplog.at_level(logging.DEBUG),
-        running(folder, memory_bytes=8 * BLOCK_BYTES, preemption=preemption, **options) as core,
+        # Three begin, with a block more than their prompts each, and end with four blocks each.
+        running(folder, memory_bytes=9 * BLOCK_BYTES, preemption=preemption, **options) as core,
     ):
         answers = drive(core, [ask(prompt(20, seed=i), tokens) for i in range(sequences)])
         assert {answer.finish for answer in answers} == {"length"}

@@ -8,6 +8,7 @@ from functools import partial
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import pytest
 
 from runtime.engine.core import EngineCore
@@ -113,16 +114,22 @@ def test_bits_fall_before_anybody_is_preempted_and_come_back_afterwards(
 
 def test_preemption_begins_where_bits_end_and_everybody_is_served(moving: EngineCore) -> None:
     core = moving
-    first_preemption: list[float] = []
+    assert core.parts.control is not None
+    control = core.parts.control
+    floors: list[np.ndarray] = [np.zeros(0)]  # of the step before; hot experts keep four bits
+    at_preemption: list[np.ndarray] = []
 
     def look(step: int) -> None:
-        stats = core.stats()
-        if stats.preemptions_total and not first_preemption:
-            first_preemption.append(stats.mean_bits)
+        state = control.state(step, 0)
+        if core.stats().preemptions_total and not at_preemption:
+            at_preemption.extend([state.bits.copy(), floors[0]])
+        floors[0] = np.maximum(state.hot_floor_bits, 2)
 
     answers = drive(core, [ask(prompt(40, seed), 60) for seed in range(40)], at_step=look)
     assert {answer.finish for answer in answers} == {"length"}
-    assert first_preemption == [2.0]
+    bits, lowest = at_preemption
+    assert (bits <= lowest).all()
+    assert (bits == 2).mean() > 0.5
     rest(core, 4.5)
     core.parts.cache.check()
 
@@ -188,11 +195,12 @@ def test_answers_at_a_fixed_width_do_not_depend_on_neighbours_or_preemption(
 ) -> None:
     prompts = [prompt(length) for length in (5, 16, 33)]
     with running(folder, precision=3, page_bytes=PAGE_BYTES) as core:
-        expected = [one(core, ask(tokens, 20)).said for tokens in prompts]
+        expected = [one(core, ask(tokens, 40)).said for tokens in prompts]
         weight_pages = core.parts.arena.use().weight_pages
-    tight = (weight_pages + 5 * core.parts.cache.layout.block_pages) * PAGE_BYTES
+    # All begin, with 2, 2 and 4 blocks in sight, and would end with 3, 4 and 5.
+    tight = (weight_pages + 8 * core.parts.cache.layout.block_pages) * PAGE_BYTES
     with running(folder, precision=3, page_bytes=PAGE_BYTES, memory_bytes=tight) as core:
-        answers = drive(core, [ask(tokens, 20) for tokens in prompts])
+        answers = drive(core, [ask(tokens, 40) for tokens in prompts])
         assert [answer.said for answer in answers] == expected
         assert core.stats().preemptions_total > 0
 

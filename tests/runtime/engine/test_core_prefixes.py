@@ -368,14 +368,44 @@ def test_prompt_logprobs_are_right_and_the_same_with_a_cached_prefix(
         assert math.isfinite(entry.logprob)
 
 
-def test_prompt_logprobs_outlast_preemption(folder: Path) -> None:
+@pytest.mark.parametrize(
+    ("lengths", "max_tokens", "prefill_tokens", "blocks", "is_half_way"),
+    [
+        ((40, 40, 40, 40), 40, 24, 8, False),  # two begin with four blocks, and end with five
+        ((20, 20, 100), 60, 2, 14, True),  # the answers outgrow a block beside the long prompt
+    ],
+)
+def test_prompt_logprobs_outlast_preemption(
+    folder: Path,
+    lengths: tuple[int, ...],
+    max_tokens: int,
+    prefill_tokens: int,
+    blocks: int,
+    is_half_way: bool,
+) -> None:
     def scored() -> list[Any]:
-        return [ask(prompt(40, seed), 20, prompt_logprobs=0) for seed in range(4)]
+        return [
+            ask(prompt(length, seed), max_tokens, prompt_logprobs=0)
+            for seed, length in enumerate(lengths)
+        ]
 
     with running(folder) as core:
         expected: list[Answer] = [one(core, new) for new in scored()]
-    with running(folder, memory_bytes=6 * BLOCK_BYTES, prefill_tokens=24, prefix=STORE) as core:
-        answers = drive(core, scored())
+    with running(
+        folder, memory_bytes=blocks * BLOCK_BYTES, prefill_tokens=prefill_tokens, prefix=STORE
+    ) as core:
+        known: dict[int, int] = {}  # log probabilities that there were of each prompt
+        found: set[bool] = set()  # whether some were missing when its sequence was preempted
+
+        def look(step: int) -> None:
+            for number, sequence in core.sequences.items():
+                if sequence.preemptions and number in known:
+                    found.add(known.pop(number) < len(sequence.new.prompt) - 1)
+                elif not sequence.preemptions:
+                    known[number] = len(sequence.prompt_logprobs)
+
+        answers = drive(core, scored(), at_step=look)
+        assert is_half_way in found
         assert core.stats().preemptions_total > 0
     assert [answer.said for answer in answers] == [answer.said for answer in expected]
 
