@@ -127,6 +127,12 @@ class Server:
         assert values, f"/metrics has no {name}"
         return sum(values)
 
+    def settled(self, *names: str) -> tuple[float, ...]:
+        """Metrics of a server at rest, once a report has come since (they come twice a second)."""
+        assert wait_for(self.is_at_rest)
+        time.sleep(1.2)
+        return tuple(self.metric(name) for name in names)
+
     def is_at_rest(self) -> bool:
         """Whether nothing runs or waits and keys and values hold no page."""
         return not (

@@ -156,7 +156,10 @@ def test_replicas_are_promoted_when_their_owner_dies(pool: Make) -> None:
     members[1].stop()
     rest = [members[0], members[2]]
     wait_until(lambda: all(len(m.node.state.weights) == 2 for m in rest), "the loss is noticed")
-    assert members[0].node.state.policy.in_memory(mine[0]) == "owned"
+    wait_until(
+        lambda: members[0].node.state.policy.in_memory(mine[0]) == "owned",
+        "the replica's promotion",
+    )
     for reader in rest:
         with reader.store.load(mine, deadline_s=5) as found:
             assert [bytes(view) for view in found.views] == blocks(mine)
