@@ -322,7 +322,7 @@ def serve(
         prefix_memory=prefix_memory,
         prefix_ssd=prefix_ssd,
         decisions=decisions,
-        decision_calls=decision_calls,
+        decision_calls=0 if decisions is None else decision_calls,  # no file would hold them
     )
     several = instance_settings(instances, engine, routing, ray_address)
     settings: EngineSettings = engine_settings(options, say=_say)

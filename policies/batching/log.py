@@ -81,9 +81,6 @@ class LoggedBatching:
     def _record(
         self, call: str, told: Mapping[str, Any], orders: BatchOrders | None, now: float
     ) -> None:
-        if self._log.is_full:
-            self._log.calls_left_out += 1
-            return
         self._log.record(self._name, call, told, orders, now=now)
 
 

@@ -89,9 +89,6 @@ class LoggedRequestRouting:
         self._record("measured", {"slowdown": slowdown}, None, now)
 
     def _record(self, call: str, told: Mapping[str, Any], orders: int | None, now: float) -> None:
-        if self._log.is_full:
-            self._log.calls_left_out += 1
-            return
         self._log.record(self._name, call, told, orders, now=now)
 
 

@@ -156,7 +156,8 @@ def test_half_open_connections_keep_nobody_from_being_answered(server):
 
 
 def test_a_client_that_does_not_read_holds_no_pages_and_misses_nothing(server):
-    finished, before = server.metric("engine_finished_total"), server.resident_bytes()
+    (finished,) = server.settled("engine_finished_total")
+    before = server.resident_bytes()
     slow = Stream(server, max_tokens=UNREAD, n=UNREAD_ANSWERS, receive_bytes=4096, logprobs=20)
     assert wait_for(lambda: server.metric("num_requests_running") == UNREAD_ANSWERS)
     quick = [server.ask(max_tokens=8) for _ in range(3)]
