@@ -6,6 +6,7 @@ from pathlib import Path
 
 import pytest
 
+os.environ.setdefault("RAY_ENABLE_WINDOWS_OR_OSX_CLUSTER", "0")  # Ray reads it when imported
 ROOT = Path(__file__).resolve().parent.parent
 LONG_TESTS = "SERVING_TWIN_LONG_TESTS"
 DATA = Path(os.environ.get("SERVING_TWIN_DATA", ROOT.parent / "shared" / "data"))
